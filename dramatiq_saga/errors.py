@@ -1,0 +1,387 @@
+"""Every error of this package, one class per thing that a caller would do differently.
+
+All derive from :class:`SagaError`; those that a workflow function may catch derive from :class:`FlowError`. Facts are
+attributes, the message says what to do next, and every error survives pickling. Nothing here performs I/O or imports
+anything of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dramatiq.results.errors import ResultMissing as _DramatiqResultMissing
+from dramatiq.results.errors import ResultTimeout as _DramatiqResultTimeout
+
+
+class SagaError(Exception):
+    """Root of all errors raised by dramatiq-saga."""
+
+
+# --- what a workflow function may catch ------------------------------------------------------------------------------
+
+
+class FlowError(SagaError):
+    """An error that a workflow function may catch and act on."""
+
+
+class StepFailedError(FlowError):
+    """A step has failed for good: its native tries are spent, or it was given up at once.
+
+    ``error_type`` is the original class's name; :meth:`is_a` also knows the names of its bases, so branching on a cause
+    never needs the class itself (CODEC-4). ``cause`` is the recorded cause of the original error, if it had one.
+    """
+
+    def __init__(
+        self,
+        actor_name: str,
+        sequence: int,
+        error_type: str,
+        message: str,
+        traceback: str = "",
+        cause: dict[str, Any] | None = None,
+        bases: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(actor_name, sequence, error_type, message, traceback, cause, bases)
+        self.actor_name = actor_name
+        self.sequence = sequence
+        self.error_type = error_type
+        self.message = message
+        self.traceback = traceback
+        self.cause = cause
+        self.bases = bases
+
+    def __str__(self) -> str:
+        return f"step {self.sequence} ({self.actor_name}) failed: {self.error_type}: {self.message}"
+
+    def is_a(self, cls_or_name: type[BaseException] | str) -> bool:
+        """Whether the original error was an instance of that class, judged by recorded names.
+
+        A name may be bare (``"ValueError"``) or qualified (``"shop.errors.CardDeclined"``).
+        """
+        if isinstance(cls_or_name, str):
+            wanted = cls_or_name
+            return any(name == wanted or name.rsplit(".", 1)[-1] == wanted for name in (self.error_type, *self.bases))
+        wanted = f"{cls_or_name.__module__}.{cls_or_name.__qualname__}"
+        return any(name in (wanted, cls_or_name.__qualname__ if cls_or_name.__module__ == "builtins" else wanted) for name in self.bases)
+
+
+class StepExpiredError(FlowError):
+    """A step's deadline passed before it was settled (EXPIRE-1)."""
+
+    def __init__(self, actor_name: str, sequence: int) -> None:
+        super().__init__(actor_name, sequence)
+        self.actor_name = actor_name
+        self.sequence = sequence
+
+    def __str__(self) -> str:
+        return f"step {self.sequence} ({self.actor_name}) was not settled before its deadline"
+
+
+class StepInterruptedError(StepFailedError):
+    """A step was claimed as often as allowed and never reported an outcome (RECLAIM-6)."""
+
+
+class SignalTimeoutError(FlowError):
+    """A signal did not come in time."""
+
+    def __init__(self, name: str, sequence: int) -> None:
+        super().__init__(name, sequence)
+        self.name = name
+        self.sequence = sequence
+
+    def __str__(self) -> str:
+        return f"signal {self.name!r} did not come in time (wait {self.sequence})"
+
+
+class ChildError(FlowError):
+    """A child workflow did not complete."""
+
+    def __init__(self, workflow_name: str, child_id: str, sequence: int, message: str = "") -> None:
+        super().__init__(workflow_name, child_id, sequence, message)
+        self.workflow_name = workflow_name
+        self.child_id = child_id
+        self.sequence = sequence
+        self.message = message
+
+    def __str__(self) -> str:
+        detail = f": {self.message}" if self.message else ""
+        return f"child {self.workflow_name} {self.child_id} (sequence {self.sequence}) did not complete{detail}"
+
+
+class ChildFailedError(ChildError):
+    """A child run failed."""
+
+
+class ChildExpiredError(ChildError):
+    """A child run expired."""
+
+
+class ChildCancelledError(ChildError):
+    """A child run was cancelled."""
+
+
+# --- for callers -----------------------------------------------------------------------------------------------------
+
+
+class FlowNotFoundError(SagaError, LookupError):
+    """No run has this id."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self.run_id = run_id
+
+    def __str__(self) -> str:
+        return f"no run has the id {self.run_id!r}: check the id, the database and the table prefix; finished runs are pruned"
+
+
+class FlowEndedError(SagaError):
+    """A run has ended in another way than by completing."""
+
+    def __init__(self, run_id: str, workflow_name: str, cause: dict[str, Any] | None = None, reason: str | None = None) -> None:
+        super().__init__(run_id, workflow_name, cause, reason)
+        self.run_id = run_id
+        self.workflow_name = workflow_name
+        self.cause = cause
+        self.reason = reason
+
+    _verb = "ended"
+
+    def __str__(self) -> str:
+        detail = ""
+        if self.cause:
+            detail = f": {self.cause.get('type')}: {self.cause.get('message')}"
+        elif self.reason:
+            detail = f": {self.reason}"
+        return f"run {self.run_id} of {self.workflow_name} {self._verb}{detail}"
+
+
+class FlowFailedError(FlowEndedError):
+    """The run failed; ``cause`` is the recorded error."""
+
+    _verb = "failed"
+
+
+class FlowCancelledError(FlowEndedError):
+    """The run was cancelled."""
+
+    _verb = "was cancelled"
+
+
+class FlowExpiredError(FlowEndedError):
+    """The run did not finish before its deadline."""
+
+    _verb = "expired"
+
+
+class ResultMissing(SagaError, _DramatiqResultMissing):
+    """The run has not finished yet, so it has no result."""
+
+
+class ResultTimeout(SagaError, _DramatiqResultTimeout):
+    """The run did not finish within the time given to wait for it."""
+
+
+class RunConflictError(SagaError):
+    """The run id is taken by a run of another workflow, or by one started with other arguments."""
+
+    def __init__(self, run_id: str, detail: str) -> None:
+        super().__init__(run_id, detail)
+        self.run_id = run_id
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"run id {self.run_id!r} is taken: {self.detail}; use another id, or get_flow() to look at the run that is there"
+
+
+class CannotSignalFlowError(SagaError):
+    """The run takes no signals now; nothing was written (SIG-1)."""
+
+    def __init__(self, run_id: str, status: str) -> None:
+        super().__init__(run_id, status)
+        self.run_id = run_id
+        self.status = status
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} is {self.status} and takes no signals"
+
+
+class CannotSignalTerminalFlowError(CannotSignalFlowError):
+    """The run has ended."""
+
+
+class CannotSignalRollingBackFlowError(CannotSignalFlowError):
+    """The run is being undone."""
+
+
+class ConcurrentTransitionError(SagaError):
+    """The run is somewhere else than the call needs; nothing was written (STATUS-3)."""
+
+    def __init__(self, run_id: str, intended: str, actual: str) -> None:
+        super().__init__(run_id, intended, actual)
+        self.run_id = run_id
+        self.intended = intended
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} cannot become {self.intended}: it is {self.actual}"
+
+
+class NotSerializableError(SagaError, TypeError):
+    """A value cannot be stored. ``path`` leads to it, for example ``kwargs['when']`` or ``args[0].items[3]``."""
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(path, detail)
+        self.path = path
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be stored: {self.detail}; pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder)"
+
+
+class WouldBlockError(SagaError):
+    """``run_sync`` met a wait that nothing in this process can end (SYNC-1)."""
+
+    def __init__(self, run_id: str, waiting_for: str) -> None:
+        super().__init__(run_id, waiting_for)
+        self.run_id = run_id
+        self.waiting_for = waiting_for
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; start it with send() instead"
+
+
+class SettingsError(SagaError, ValueError):
+    """A setting is unknown or impossible. ``key`` is its full name."""
+
+    def __init__(self, key: str, detail: str) -> None:
+        super().__init__(key, detail)
+        self.key = key
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.detail}"
+
+
+class SchemaVersionError(SagaError):
+    """The tables are missing, older or newer than this code (SAFE-3). ``found`` is ``None`` where they are missing."""
+
+    def __init__(self, found: str | None, expected: str) -> None:
+        super().__init__(found, expected)
+        self.found = found
+        self.expected = expected
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return "the tables of dramatiq-saga are missing: run `dramatiq-saga init`, or set schema.auto_create"
+        if self.found > self.expected:
+            return f"the schema is at {self.found}, newer than this code ({self.expected}): upgrade dramatiq-saga on this machine"
+        return f"the schema is at {self.found}, this code needs {self.expected}: run `dramatiq-saga init` to migrate it"
+
+
+class MiddlewareOrderError(SagaError):
+    """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
+
+
+class DatabaseUnusableError(SagaError):
+    """The database cannot be opened, is read-only, or is of a kind that cannot serve; nothing was written."""
+
+
+class StoreError(SagaError):
+    """A write to the store did not happen, or nobody can say whether it did."""
+
+
+class WriteRefusedError(StoreError):
+    """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again."""
+
+
+class WriteUnknownError(StoreError):
+    """COMMIT or ROLLBACK failed, or the connection was lost: the write may or may not have happened.
+
+    Never retried blindly; the writer settles by its token (QUEUE-8).
+    """
+
+
+# --- for authors -----------------------------------------------------------------------------------------------------
+
+
+class HistoryMismatchError(SagaError):
+    """The workflow function asked for something else than what is recorded at a sequence (HISTORY-1)."""
+
+    def __init__(self, run_id: str, sequence: int, recorded: str, asked: str) -> None:
+        super().__init__(run_id, sequence, recorded, asked)
+        self.run_id = run_id
+        self.sequence = sequence
+        self.recorded = recorded
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id} does not fit its workflow's code at sequence {self.sequence}: recorded is {self.recorded}, "
+            f"the code asks for {self.asked}. The run is held, not failed: deploy code that agrees with what is recorded"
+        )
+
+
+class SuspensionSwallowedError(SagaError):
+    """A bare ``except:`` (or ``except BaseException``) around a step swallowed the suspension and the function went on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the workflow function swallowed its suspension and went on: a bare `except:` or `except BaseException` stands "
+            "around a step; catch Exception instead, or re-raise"
+        )
+
+    def __reduce__(self) -> Any:
+        return (type(self), ())
+
+
+class SendInsideWorkflowError(SagaError):
+    """A workflow function sent a message, started a run or signalled one by another way than ``flow``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what} inside a workflow function would repeat at every replay; use flow, or do it inside a step"
+
+
+class BuilderNotRunError(SagaError):
+    """A builder was dropped without ``run()``, so its step never existed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"flow.{self.what} was built but never run: call .run() on it, or pass it to a block"
+
+
+class RetryPolicyReentryError(SagaError):
+    """A retry policy's predicate tried to change a run."""
+
+
+# --- recorded on rows ------------------------------------------------------------------------------------------------
+
+
+class ResultNotSerializableError(SagaError):
+    """A step did its work but returned what cannot be stored (CODEC-2)."""
+
+
+class StepLeftTransactionError(SagaError):
+    """A step returned with a transaction of the store's own Database still open; it was rolled back and the step failed."""
+
+
+class MessageTooOldError(SagaError):
+    """A step's message was refused for its age (``max_age``) before it could run (NATIVE-3)."""
+
+
+class UnknownActorError(SagaError):
+    """No worker knows the step's actor (NATIVE-3)."""
+
+
+class CompensationFailedError(SagaError):
+    """A compensation failed for good (COMP-4)."""
+
+
+class CompensationUnfinishedError(SagaError):
+    """A compensation had not finished when its level ended (COMP-4, PAR-3)."""

@@ -211,3 +211,19 @@ def _ask_rabbitmq() -> None:
 
 
 _PROBES = {"postgresql": _ask_postgresql, "mariadb": _ask_mariadb, "redis": _ask_redis, "rabbitmq": _ask_rabbitmq}
+
+
+def main(patience: float = 60.0) -> int:
+    """``python -m tests.support.servers``: wait until every server lets the tests in; say which one does not, and why."""
+    until = time.monotonic() + patience
+    refused = 0
+    for name in ADDRESSES:
+        while (problem := _problem.__wrapped__(name)) and time.monotonic() < until:
+            time.sleep(0.2)
+        print(f"{name} at {address(name)}: {problem or 'lets the tests in'}")
+        refused += problem is not None
+    return min(refused, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

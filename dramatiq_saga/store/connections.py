@@ -85,12 +85,14 @@ class Connector:
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
+        self._warned = False
 
     def open(self, **params: object) -> sqlite3.Connection:
         """A new connection with the engine's pragmas. Raises DatabaseUnusableError, naming the path and the way out."""
         if sqlite3.sqlite_version_info < MINIMUM_SQLITE:
             raise DatabaseUnusableError(
-                f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; use a newer Python build"
+                f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; "
+                "use a newer build of Python"
             )
         chosen = dict(pragmas_of(self._database))
         # ours first: the page size has to be set before anything that creates the file
@@ -99,7 +101,7 @@ class Connector:
         deadline = time.monotonic() + max(float(self._database.timeout or 0), BUSY_TIMEOUT)
         while True:
             try:
-                connection = new_connection(twin)
+                connection: sqlite3.Connection = new_connection(twin)
                 self._check(connection, str(dict(pragmas)["journal_mode"]))
                 return connection
             except sqlite3.Error as exc:
@@ -112,10 +114,11 @@ class Connector:
     def _check(self, connection: object, wanted: str) -> None:
         if not isinstance(connection, sqlite3.Connection):
             raise DatabaseUnusableError(
-                f"{type(self._database).__name__} does not use Python's sqlite3 driver; use peewee.SqliteDatabase for the saga tables"
+                f"{type(self._database).__name__} does not use Python's sqlite3 driver: use peewee.SqliteDatabase"
             )
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-        if mode != "wal" and wanted.lower() == "wal" and not is_memory(self._database):
+        if mode != "wal" and wanted.lower() == "wal" and not is_memory(self._database) and not self._warned:
+            self._warned = True
             logger.warning(
                 "%s has journal mode %s, not WAL: readers and the writer will wait for each other. A network or read-only file "
                 "system cannot do WAL; keep the file on a local disk",

@@ -47,7 +47,9 @@ class Store:
     tools and cold paths; inside an operation they are part of its transaction.
     """
 
-    def __init__(self, database: Database, *, prefix: str = "saga_", clock: Clock | None = None, auto_create: bool | None = None) -> None:
+    def __init__(
+        self, database: Database, *, prefix: str = "saga_", clock: Clock | None = None, auto_create: bool | None = None
+    ) -> None:
         self.database = database
         self.dialect = dialect_of(database)
         self.prefix = prefix
@@ -67,9 +69,7 @@ class Store:
             connector = Connector(database)
             self._memory = is_memory(database)
             self._readers = Readers(connector, self._texts)
-            self._engine = Writer(
-                database, connector, self._texts, prepare=self._prepare, moved=self._moved, local=self._local
-            )
+            self._engine = Writer(database, connector, self._texts, prepare=self._prepare, moved=self._moved, local=self._local)
         else:
             self.clock = clock or ServerClock(self._measure)
             if isinstance(self.clock, ServerClock):
@@ -135,7 +135,9 @@ class Store:
         outer = getattr(self._local, "tx", None)
         if outer is None:
             if self._memory:
-                raise StoreError("an in-memory database is private to its connection: a host transaction cannot share it; use a file")
+                raise StoreError(
+                    "an in-memory database is private to its connection; no host transaction can share it: use a file"
+                )
             if not self._ready:
                 self._prepare_joined()
         return self._joining.run(operation, outer)
@@ -211,7 +213,7 @@ class Store:
     # --- clock, threads, processes -----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """For the clock: have the server asked, unless the caller is an engine thread, which asks before its next operation."""
+        """For the clock: have the server asked. An engine thread must not wait for that; it asks before its next operation."""
         correction = self._correction
         if correction is not None and getattr(self._local, "tx", None) is None:
             self._control(lambda: correction.measure(self.database.cursor(), self.dialect))
@@ -250,7 +252,9 @@ def open_store(
     """
     if isinstance(database, DatabaseProxy):
         if database.obj is None:
-            raise DatabaseUnusableError("the DatabaseProxy has no database yet: call its initialize() before the store is opened")
+            raise DatabaseUnusableError(
+                "the DatabaseProxy has no database yet: call its initialize() before the store is opened"
+            )
         database = cast("Database", database.obj)
     if isinstance(database, Path):
         database = new_sqlite(str(database))
@@ -279,7 +283,9 @@ def _from_text(text: str) -> Database:
     try:
         return cast("Database", db_url.connect(text, unquote_password=True, unquote_user=True))
     except (RuntimeError, ValueError) as exc:
-        raise DatabaseUnusableError(f"{exc} Use a path, sqlite:///path, postgresql://user@host/name or mysql://user@host/name") from exc
+        raise DatabaseUnusableError(
+            f"{exc} Use a path, sqlite:///path, postgresql://user@host/name or mysql://user@host/name"
+        ) from exc
 
 
 def _nothing(_tx: Tx) -> Any:

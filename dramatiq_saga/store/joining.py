@@ -27,7 +27,9 @@ from .transactions import ServerTx, SQLiteTx, Tx
 
 T = TypeVar("T")
 
-_SAVEPOINT = re.compile(r"\s*(SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK\s+TO(?:\s+SAVEPOINT)?)\s+(.+?)\s*;?\s*$", re.IGNORECASE)
+_SAVEPOINT = re.compile(
+    r"\s*(SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK\s+TO(?:\s+SAVEPOINT)?)\s+(.+?)\s*;?\s*$", re.IGNORECASE
+)
 
 _numbers = itertools.count(1)
 
@@ -58,20 +60,19 @@ class Joining:
         tx = self._host_tx() if outer is None else outer
         collected, tx.callbacks = tx.callbacks, None
         name = f"saga_{next(_numbers)}"
-        execute = self._database.execute_sql
         try:
-            execute(f"SAVEPOINT {name}")
+            self._database.execute_sql(f"SAVEPOINT {name}")
             try:
                 value = operation(tx)
             except BaseException as exc:
                 self._undo(name, exc)
                 raise
-            execute(f"RELEASE SAVEPOINT {name}")
-            registered = tx.callbacks
+            self._database.execute_sql(f"RELEASE SAVEPOINT {name}")
+            registered: list[Callable[[], None]] | None = tx.callbacks
         finally:
             tx.callbacks = collected
         keep = self._after_host_commit if outer is None else outer.after_commit
-        for callback in registered or ():
+        for callback in registered or []:
             keep(callback)
         return value
 

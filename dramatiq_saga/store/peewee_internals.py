@@ -87,7 +87,7 @@ def destroy(database: Database) -> None:
 
 def is_manual(database: Database) -> bool:
     """Whether the calling thread is inside ``manual_commit()``."""
-    return isinstance(database.top_transaction(), peewee._manual)  # type: ignore[attr-defined]
+    return isinstance(database.top_transaction(), peewee._manual)
 
 
 def transaction_status(database: Database) -> bool | None:

@@ -25,7 +25,19 @@ logger = logging.getLogger("dramatiq_saga")
 class Ticket(Generic[T]):
     """The outcome to come of one operation."""
 
-    __slots__ = ("_callbacks", "_chance", "_done", "_error", "_value", "_woken", "control", "executed", "operation", "produced", "read")
+    __slots__ = (
+        "_callbacks",
+        "_chance",
+        "_done",
+        "_error",
+        "_value",
+        "_woken",
+        "control",
+        "executed",
+        "operation",
+        "produced",
+        "read",
+    )
 
     def __init__(self, operation: Callable[[Tx], T], *, control: Callable[[], T] | None = None, read: bool = False) -> None:
         self.operation = operation

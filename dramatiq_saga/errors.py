@@ -354,7 +354,22 @@ class DatabaseUnusableError(SagaError):
 
 
 class StoreError(SagaError):
-    """A write to the store did not happen, or nobody can say whether it did."""
+    """A write to the store did not happen, or nobody can say whether it did.
+
+    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body``, ``commit`` or ``rollback``.
+    ``sqlite_errorcode`` is SQLite's extended result code, where SQLite gave one. ``executed`` tells whether the operation's
+    function was called at all, so whether any of its statements may have been tried.
+    """
+
+    def __init__(self, detail: str, phase: str = "body", sqlite_errorcode: int | None = None, executed: bool = False) -> None:
+        super().__init__(detail, phase, sqlite_errorcode, executed)
+        self.detail = detail
+        self.phase = phase
+        self.sqlite_errorcode = sqlite_errorcode
+        self.executed = executed
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class WriteRefusedError(StoreError):

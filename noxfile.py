@@ -77,15 +77,19 @@ def fail(message: str) -> int:
     return 1
 
 
-def run_job(job: str, arguments: list[str]) -> int:
+def commands_of(job: str, arguments: Sequence[str]) -> list[list[str]]:
+    """The job's commands, the last one with the arguments given."""
+    *first, last = JOBS[job][1]
+    return [*first, [*last, *arguments]]
+
+
+def run_job(job: str, arguments: Sequence[str]) -> int:
     """The job's commands, one after another, until one fails."""
-    commands = JOBS[job][1]
     environment = {**os.environ, **ENVIRONMENT.get(job, {}), "VIRTUAL_ENV": str(VENV)}
     environment["PATH"] = os.pathsep.join([str(venv_python().parent), environment.get("PATH", os.defpath)])
     environment.pop("PYTHONHOME", None)
-    for command in commands:
-        extra = arguments if command is commands[-1] else []
-        status = subprocess.run([str(venv_python()), *command[1:], *extra], cwd=ROOT, env=environment, check=False).returncode
+    for command in commands_of(job, arguments):
+        status = subprocess.run([str(venv_python()), *command[1:]], cwd=ROOT, env=environment, check=False).returncode
         if status != 0:
             return status if status > 0 else 128 - status  # ended by a signal: as a shell says it
     return 0
@@ -193,10 +197,8 @@ nox.options.error_on_missing_interpreters = False
 def run(session: nox.Session, job: str) -> None:
     """The job's commands, in the session's own environment."""
     session.install("--editable", ".[dev]")
-    commands = JOBS[job][1]
-    for command in commands:
-        extra = session.posargs if command is commands[-1] else []
-        session.run(*command, *extra, env=ENVIRONMENT.get(job, {}))
+    for command in commands_of(job, session.posargs):
+        session.run(*command, env=ENVIRONMENT.get(job, {}))
 
 
 @nox.session(python=PYTHONS)

@@ -142,15 +142,15 @@ def test_without_a_job_the_jobs_are_listed(arguments: list[str], status: int, tm
 def test_arguments_go_to_the_last_command_and_the_first_failure_ends_the_job(
     original: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    show = ["python", "-c", "import sys; print(sys.argv[1:]); sys.exit(len(sys.argv) - 1)"]
-    monkeypatch.setattr(original, "JOBS", {"job": ("", [[*show[:2], "print('first')"], show, show])})
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv[1:]); sys.exit(len(sys.argv) - 1)")
     monkeypatch.setattr(original, "venv_python", lambda: Path(sys.executable))
     monkeypatch.setattr(original, "ROOT", tmp_path)
+    monkeypatch.setattr(original, "JOBS", {"job": ("", ["python show.py", "python show.py"])})
     assert original.run_job("job", ["-k", "a b"]) == 2
     assert original.run_job("job", []) == 0
-    monkeypatch.setattr(original, "JOBS", {"job": ("", [[*show[:2], "raise SystemExit(3)"], show])})
-    assert original.run_job("job", []) == 3
-    assert capfd.readouterr().out.splitlines() == ["first", "[]", "['-k', 'a b']", "first", "[]", "[]"]
+    monkeypatch.setattr(original, "JOBS", {"job": ("", ["python show.py fails", "python show.py"])})
+    assert original.run_job("job", []) == 1
+    assert capfd.readouterr().out.splitlines() == ["[]", "['-k', 'a b']", "[]", "[]", "['fails']"]
 
 
 def test_every_job_is_a_session_of_nox_too(original: ModuleType) -> None:

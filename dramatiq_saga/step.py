@@ -113,7 +113,8 @@ class Delivery:
 class Runner:
     """Runs what messages ask for: steps and compensations behind their claims, and drives."""
 
-    def __init__(self, engine: Engine, broker: Broker, sender: Sender) -> None:
+    def __init__(self, engine: Engine, broker: Broker, sender: Sender, *, inline: bool = False) -> None:
+        self.inline = inline  # an interrupt in this thread is somebody else's, and not to be taken away
         self.engine = engine
         self.broker = broker
         self.sender = sender
@@ -151,7 +152,7 @@ class Runner:
         if interrupt is not None:
             self._release(delivery, claim)
             return None
-        body = Body(lambda: self._call(claim, fn), self.broker)
+        body = Body(lambda: self._call(claim, fn), None if self.inline else self.broker)
         body.run()
         return self._conclude(delivery, claim, body)
 
@@ -188,8 +189,10 @@ class Runner:
             return value if self._wanted_by_dramatiq(delivery) else None
         assert body.error is not None
         failure = body.error
-        if isinstance(failure, Shutdown):
+        if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
             self._release(delivery, claim)
+            if self.inline:
+                raise failure
             return None
         if isinstance(failure, SkipMessage):
             shielded(lambda: self.persist(lambda: self._settle(delivery, claim, describe_error(failure), failure)))
@@ -264,14 +267,14 @@ class Runner:
             self.engine.store.write(operation)
             self._put_back_after(delivery, 0)
 
-        disarm(self.broker)
+        self._disarm()
         shielded(lambda: self.persist(part))
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
         job, engine = lost.job, self.engine
-        disarm(self.broker)
+        self._disarm()
         if lost.status is not None:
             engine.anomalies.claim_lost(
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
@@ -291,6 +294,10 @@ class Runner:
 
         shielded(lambda: self.persist(part))
         delivery.state = "done"
+
+    def _disarm(self) -> None:
+        if not self.inline:
+            disarm(self.broker)
 
     def _put_back_in(self, tx: Tx, delivery: Delivery, delay: int) -> None:
         """With a database broker, the queue row goes back in the transaction."""
@@ -316,7 +323,7 @@ class Runner:
         try:
             self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
         except Interrupt:
-            disarm(self.broker)
+            self._disarm()
 
             def part() -> None:
                 self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, 1000))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, digest
-from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError
+from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
 from .decision import settle_live, write_tag
@@ -177,6 +177,14 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
     if found[0] == "missing":
         raise FlowNotFoundError(run_id)
     return _already_going(engine, run_id, "cancelled", found[0], found[1])
+
+
+def refuse_joined(engine: Engine, what: str) -> None:
+    """Refuse a call that cannot be part of the host's transaction (HOST-1)."""
+    if engine.store.joined():
+        raise SagaError(
+            f"{what} inside an open transaction of the store's database: compensations could not be sent from it; call it before or after"
+        )
 
 
 def _already_going(engine: Engine, run_id: str, intended: str, status: str, workflow: str) -> bool:

@@ -193,7 +193,7 @@ class SagaMiddleware(Middleware):
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
-            self.engine(broker).store.check_schema()
+            self.engine(broker).store.prepare()
         except SagaError as error:
             if isinstance(error, MiddlewareError):
                 raise

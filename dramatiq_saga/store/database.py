@@ -179,6 +179,14 @@ class Store:
         """Raise SchemaVersionError unless the tables are the ones that this code needs (SAFE-3)."""
         self._expect(self.schema_version())
 
+    def prepare(self) -> None:
+        """Open the database and see to the tables now: create them where that is allowed, else check them.
+
+        Raises SchemaVersionError for tables that are missing, older or newer (SAFE-3), DatabaseUnusableError where the
+        database cannot be opened.
+        """
+        self._control(self._prepare)
+
     def migrate(self) -> list[str]:
         """Create the tables or bring them up to date; safe to call from many processes at once, and again.
 

@@ -1,0 +1,1 @@
+"""One folder per idea; each is run by the tests."""

@@ -1,0 +1,1 @@
+"""A shop whose workers are killed in mid-order."""

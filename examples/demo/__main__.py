@@ -1,0 +1,5 @@
+"""The demonstration. It arrives with the engine."""
+
+from __future__ import annotations
+
+print("The demonstration arrives with the engine.")

@@ -1,0 +1,187 @@
+"""Fixtures of real parts.
+
+A test asks for what it needs: ``database_url`` (run on SQLite, PostgreSQL and MariaDB), ``sqlite_path``, ``postgres_url``,
+``mariadb_url``, ``redis_url``, ``rabbitmq_url``; ``table_prefix`` and ``namespace`` for names of its own; ``effects`` and
+``gates`` to watch and to stop what happens in other processes; ``worker_process`` and ``python_process`` to start them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dramatiq
+import dramatiq.broker
+import pytest
+import structlog
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+from tests.support import effects as effect_files
+from tests.support import gates as gate_files
+from tests.support import servers
+from tests.support.effects import EffectLog
+from tests.support.gates import Gates
+from tests.support.processes import Process, WorkerProcess
+
+DATABASES = ("sqlite", "postgresql", "mariadb")
+SERVER_FIXTURES = {"postgres_url", "mariadb_url", "redis_url", "rabbitmq_url"}
+
+# No wall clock decides over a test; CI repeats itself exactly.
+hypothesis_settings.register_profile(
+    "project", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=os.environ.get("CI") == "true"
+)
+hypothesis_settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a server, so that ``-m servers`` and ``-m 'not servers'`` need no care by hand."""
+    for item in items:
+        fixtures = SERVER_FIXTURES & set(getattr(item, "fixturenames", ()))
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if fixtures or set(servers.ADDRESSES) & {value for value in parameters.values() if isinstance(value, str)}:
+            item.add_marker(pytest.mark.servers)
+
+
+# --- names and places ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table_prefix() -> str:
+    """A table prefix of this test's own (12 bytes)."""
+    return servers.random_name() + "_"
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A name of this test's own: for queues, key prefixes and the like."""
+    return servers.random_name()
+
+
+@pytest.fixture
+def sqlite_path(tmp_path: Path) -> Path:
+    """Where this test's database file goes; the file is not there yet."""
+    return tmp_path / "saga.db"
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=DATABASES)
+def database_url(request: pytest.FixtureRequest, sqlite_path: Path, table_prefix: str) -> Iterator[str]:
+    """The address of a database, each kind in turn. On servers, use ``table_prefix``: those tables are dropped at the end.
+
+    ``@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)`` narrows it.
+    """
+    if request.param == "sqlite":
+        yield f"sqlite:///{sqlite_path}"
+        return
+    yield servers.require(request.param)
+    servers.drop_tables(request.param, table_prefix)
+
+
+@pytest.fixture
+def postgres_url(table_prefix: str) -> Iterator[str]:
+    """PostgreSQL's address; tables that start with ``table_prefix`` are dropped at the end."""
+    yield servers.require("postgresql")
+    servers.drop_tables("postgresql", table_prefix)
+
+
+@pytest.fixture
+def mariadb_url(table_prefix: str) -> Iterator[str]:
+    """MariaDB's address; tables that start with ``table_prefix`` are dropped at the end."""
+    yield servers.require("mariadb")
+    servers.drop_tables("mariadb", table_prefix)
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    """The address of an empty Redis database that nobody else uses meanwhile."""
+    url = servers.claim_redis()
+    yield url
+    servers.release_redis(url)
+
+
+@pytest.fixture
+def rabbitmq_url() -> Iterator[str]:
+    """The address of a RabbitMQ virtual host of this test's own (where one can be made; see ``create_vhost``)."""
+    url = servers.create_vhost()
+    yield url
+    servers.delete_vhost(url)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> EffectLog:
+    """What the steps really did; in a worker process of this test: ``EffectLog.from_env()``."""
+    return EffectLog(tmp_path / "effects.jsonl")
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Gates:
+    """Named points to stop at; in a process of this test: ``Gates.from_env()``."""
+    return Gates(tmp_path / "gates")
+
+
+@pytest.fixture
+def _processes(tmp_path: Path, effects: EffectLog, gates: Gates) -> Iterator[Callable[..., Any]]:
+    started: list[Process] = []
+
+    def start(kind: Callable[..., Process], what: Any, env: dict[str, str] | None = None, **options: Any) -> Process:
+        shared = {effect_files.VARIABLE: str(effects.path), gate_files.VARIABLE: str(gates.directory)}
+        output = tmp_path / f"process-{len(started)}.log"
+        process = kind(what, output=output, env={**shared, **(env or {})}, **options)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.close()
+        print(f"\n--- {process} ---\n{process.output()}")  # pytest shows it when the test has failed
+
+
+@pytest.fixture
+def worker_process(_processes: Callable[..., Any]) -> Callable[..., WorkerProcess]:
+    """``worker_process(module, *, processes=1, threads=4, queues=(), arguments=(), env=None, ready=True)``.
+
+    Starts the real ``dramatiq`` command on an importable module and, unless ``ready=False``, waits until it consumes.
+    """
+
+    def start(module: str, *, ready: bool = True, **options: Any) -> WorkerProcess:
+        worker: WorkerProcess = _processes(WorkerProcess, module, **options)
+        if ready:
+            worker.wait_ready()
+        return worker
+
+    return start
+
+
+@pytest.fixture
+def python_process(_processes: Callable[..., Any]) -> Callable[..., Process]:
+    """``python_process("-m", "some.module", "argument", env=None)``: any other Python process."""
+
+    def start(*arguments: str, **options: Any) -> Process:
+        process: Process = _processes(Process, arguments, **options)
+        return process
+
+    return start
+
+
+# --- what is global is put back --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _globals_restored() -> Iterator[None]:
+    """Dramatiq's broker and encoder and structlog's configuration end as they began."""
+    broker, encoder = dramatiq.broker.global_broker, dramatiq.get_encoder()
+    yield
+    left = dramatiq.broker.global_broker
+    dramatiq.broker.global_broker = broker
+    dramatiq.set_encoder(encoder)
+    structlog.reset_defaults()
+    if left is not None and left is not broker:
+        left.close()

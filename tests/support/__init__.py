@@ -1,0 +1,1 @@
+"""What tests share: real servers, real processes, and ways to wait that do not rest on luck."""

@@ -19,7 +19,7 @@ from dramatiq.broker import Consumer, MessageProxy
 from dramatiq.errors import DecodeError
 from dramatiq.message import Message
 
-from . import reservations
+from . import reservations, settlement
 from .messages import DatabaseMessageProxy
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MAX_BACKOFF = 1.0
 class DatabaseConsumer(Consumer):
     """Iterates over the deliveries of one queue; ``None`` when there was none within ``timeout`` milliseconds."""
 
-    def __init__(self, broker: DatabaseBroker, queue: str, prefetch: int, timeout: int) -> None:
+    def __init__(self, broker: DatabaseBroker, queue: str, *, prefetch: int, timeout: int) -> None:
         self.broker = broker
         self.queue = queue
         self.prefetch = max(1, prefetch)
@@ -75,10 +75,6 @@ class DatabaseConsumer(Consumer):
         if self._short_of_room and self.prefetch - len(self.held) >= self.least:
             self._wake.set()
 
-    def interrupt(self) -> None:
-        """Make a waiting ``__next__`` return."""
-        self._wake.set()
-
     # --- Dramatiq's side ---------------------------------------------------------------------------------------------
 
     def __next__(self) -> DatabaseMessageProxy | None:
@@ -87,7 +83,7 @@ class DatabaseConsumer(Consumer):
         except IndexError:
             pass
         clock, deadline = self.broker.store.clock, time.monotonic() + self.timeout
-        while not self.closed and not self.broker.draining:
+        while not self.closed and not self.broker.here.draining:
             # Cleared before looking: whatever arrives from here on sets it again, so no wake-up is lost.
             self._wake.clear()
             self._short_of_room = True
@@ -123,21 +119,21 @@ class DatabaseConsumer(Consumer):
         self.broker.reject(_ours(message))
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
-        self.broker.give_back([_ours(message) for message in messages])
+        settlement.give_back(self.broker, [_ours(message) for message in messages])
 
     def close(self) -> None:
         """Stop reserving, and give back what was reserved and never handed out (QUEUE-7). Messages that were handed out
         can still be acknowledged, through any consumer."""
         self.closed = True
         self._wake.set()
-        self.broker.forget_consumer(self)
+        self.broker.here.remove(self)
         unstarted = []
         while self._buffer:
             try:
                 unstarted.append(self._buffer.popleft())
             except IndexError:  # the consumer thread took the last one
                 break
-        self.broker.give_back(unstarted)
+        settlement.give_back(self.broker, unstarted)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -187,14 +183,14 @@ class DatabaseConsumer(Consumer):
         try:
             message = _decode(delivery.payload)
         except Exception as error:
-            self.broker.bury_undecodable(delivery, error)
+            settlement.bury_undecodable(self.broker, delivery.reservation, error)
             return None
         if message.queue_name != delivery.reservation.queue:
-            self.broker.reroute(delivery.reservation, message.queue_name)
+            settlement.reroute(self.broker, delivery.reservation, message.queue_name)
             return None
         proxy = DatabaseMessageProxy(message, delivery.reservation, self, delivery.lease_until)
         self.held[id(proxy)] = proxy
-        self.broker.hold(proxy)
+        self.broker.here.hold(proxy)
         return proxy
 
     def _backoff(self) -> float:

@@ -4,8 +4,9 @@ Its invariant: a message leaves the table only by the statement that repeats its
 an operator's purge. Delayed messages stay in the table until due (QUEUE-1). It must never open a connection at import or
 construction, and never raise Dramatiq's BrokerConnectionError where repeating would not help.
 
-Other modules: ``reservations`` is the SQL, ``consumer`` the waiting, ``settlement`` the end of a delivery, ``leases`` keeps
-long work reserved, ``wake`` notices other processes, ``dead_letters`` is for operators. ``sqlite`` adds the guards.
+Around it: ``reservations`` is the SQL, ``consumer`` the waiting, ``settlement`` the end of a delivery, ``process`` what one
+process holds, ``leases`` keeps long work reserved, ``wake`` notices other processes, ``dead_letters`` is for operators,
+``sqlite`` adds the guards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,17 @@ from typing import TYPE_CHECKING, Any
 import peewee
 from dramatiq.broker import Broker, MessageProxy
 from dramatiq.common import q_name
-from dramatiq.errors import BrokerConnectionError, ConnectionClosed, QueueJoinTimeout, QueueNotFound
+from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
 
-from ..errors import SettingsError, StoreError, WriteUnknownError
+from ..errors import SettingsError, StoreError
 from ..store.database import Store, Tx, open_store
-from . import dead_letters, reservations
+from . import dead_letters, reservations, settlement
 from .consumer import LOOK_ANYWAY, DatabaseConsumer
 from .dead_letters import DeadLetter, QueueStats
-from .leases import LeaseKeeper
 from .messages import DatabaseMessageProxy, Prepared, Reservation
-from .settlement import Settlement
-from .wake import FileWatcher
+from .process import Deliveries
 
 if TYPE_CHECKING:
     from ..clock import Clock
@@ -65,9 +64,6 @@ class DatabaseBroker(Broker):
       SettingsError: A setting cannot work; it is named by its key.
     """
 
-    #: Whether consumers have to poll by themselves for what other processes do.
-    polls = True
-
     def __init__(
         self,
         database: str | Path | peewee.Database,
@@ -93,74 +89,46 @@ class DatabaseBroker(Broker):
         self.retry_after = retry_after
         self.poll_interval = poll_interval
         self.extend_every = every
-        self.draining = False
+        self.polls = self.store.dialect != "sqlite"
         self._lease_ms = round(retry_after * 1000)
-        self._workers: set[int] = set()
         self._hooks = threading.local()  # .proxy: the delivery whose after hooks run in this thread
-        self._pid = 0
-        self._start_fresh()
+        self._here = Deliveries(self)
 
-    # --- one process -------------------------------------------------------------------------------------------------
-
-    def _start_fresh(self) -> None:
-        """What belongs to this process alone. After a fork the child starts with none of it: the parent's deliveries,
-        threads and connections are the parent's."""
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._consumers: dict[str, tuple[DatabaseConsumer, ...]] = {}
-        self._keeper = LeaseKeeper(self, retry_after=self.retry_after, every=self.extend_every)
-        self._watcher: FileWatcher | None = None
-        path = sqlite_path(self.store)
-        if self.store.dialect == "sqlite":
-            self.polls = False
-            if path is not None:
-                self._watcher = FileWatcher(path, interval=self.poll_interval, on_change=self._database_changed)
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            self._start_fresh()
+    @property
+    def here(self) -> Deliveries:
+        """What belongs to this process alone."""
+        if self._here.pid != os.getpid():
+            self._here = Deliveries(self)
+        return self._here
 
     def close(self) -> None:
         """Stop the helper threads and close this process's connections. What is still held is left to its lease."""
-        if self._pid == os.getpid():
-            for consumers in self._consumers.values():
-                for consumer in consumers:
-                    consumer.interrupt()
-            self._keeper.stop()
-            if self._watcher is not None:
-                self._watcher.stop()
+        self.here.stop()
         self.store.close()
 
     # --- Dramatiq's signals ------------------------------------------------------------------------------------------
 
     def emit_before(self, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message":
-            proxy = args[0]
-            if type(proxy) is DatabaseMessageProxy:
-                proxy.thread = threading.current_thread()
+            if type(args[0]) is DatabaseMessageProxy:
+                args[0].thread = threading.current_thread()
         elif signal == "worker_boot":
-            self._workers.add(id(args[0]))
-            self.draining = False
+            self.here.worker_boots(args[0])
         elif signal == "worker_shutdown":
-            self._workers.discard(id(args[0]))
-            if not self._workers:
-                # nobody will start what would be reserved from here on (QUEUE-7)
-                self.draining = True
-                self._database_changed()
+            self.here.worker_stops(args[0])
         super().emit_before(signal, *args, **kwargs)
         if signal in ("worker_thread_shutdown", "consumer_thread_shutdown"):
             self.store.close_thread()
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal in ("process_message", "skip_message") and type(args[0]) is DatabaseMessageProxy:
-            self._after_processing(signal, *args, **kwargs)
+            self._after_processing(signal, args[0], **kwargs)
             return
         if signal == "worker_thread_boot":
-            self._check_process()
-            self._keeper.add_worker_thread(args[0])
+            self.here.worker_thread_boots(args[0])
         super().emit_after(signal, *args, **kwargs)
         if signal == "worker_shutdown":
-            self.draining = False
+            self.here.worker_stopped()
 
     def _after_processing(self, signal: str, proxy: DatabaseMessageProxy, **kwargs: Any) -> None:
         """Run the after hooks; what they send is kept for the acknowledgement (see ``settlement``).
@@ -244,24 +212,24 @@ class DatabaseBroker(Broker):
         return prepared.message
 
     def _stage_and_announce(self, tx: Tx, prepared: Prepared) -> None:
-        reservations.insert(tx, prepared, self.store.clock.now())
+        reservations.insert(tx, prepared, now=self.store.clock.now())
         tx.after_commit(lambda: self.announce((prepared,)))
 
     def _retry_now(self, proxy: DatabaseMessageProxy, prepared: Prepared) -> None:
         """A retry asked for outside the after hooks: one fenced UPDATE at once. If it fails, so does the acknowledgement."""
         try:
             landed = self.store.write(
-                lambda tx: reservations.postpone(tx, proxy.reservation, prepared, self.store.clock.now())
+                lambda tx: reservations.postpone(tx, proxy.reservation, prepared, now=self.store.clock.now())
             )
         except BaseException:
             proxy.withheld = "its retry could not be stored"
             raise
         proxy.settled = True
-        self._let_go(proxy)
+        self.here.let_go(proxy)
         if landed:
             self.announce((prepared,))
         else:
-            self._report_lost(proxy, "retry")
+            settlement.report_lost(self, proxy, "retry")
 
     def prepare(self, message: Message[Any], *, delay: int | None = None) -> Prepared:
         """Encode a message and run the ``before_enqueue`` hooks, in the caller's thread. Nothing is stored yet.
@@ -304,8 +272,8 @@ class DatabaseBroker(Broker):
         row of its own.
         """
         now = self.store.clock.now()
-        if reservation is None or not reservations.recycle(tx, reservation, prepared, now):
-            reservations.insert(tx, prepared, now)
+        if reservation is None or not reservations.recycle(tx, reservation, prepared, now=now):
+            reservations.insert(tx, prepared, now=now)
 
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""
@@ -314,7 +282,7 @@ class DatabaseBroker(Broker):
     def release(self, tx: Tx, reservation: Reservation, *, delay: int = 0) -> bool:
         """Put our row back, due after ``delay`` milliseconds; this attempt is not counted. False when it was lost."""
         now = self.store.clock.now()
-        return reservations.give_back(tx, reservation, now + delay, now)
+        return reservations.give_back(tx, reservation, due_at=now + delay, now=now)
 
     def settle(self, tx: Tx, reservation: Reservation) -> bool:
         """Delete our row inside ``tx``: what the acknowledgement would do later. False when it was lost (QUEUE-2)."""
@@ -323,7 +291,7 @@ class DatabaseBroker(Broker):
     def announce(self, prepared: Sequence[Prepared]) -> None:
         """After the commit: wake this process's consumers and run the ``after_enqueue`` hooks. Other processes notice."""
         for one in prepared:
-            self._message_arrived(one.queue, one.due_at)
+            self.here.arrived(one.queue, one.due_at)
         for one in prepared:
             self.emit_after("enqueue", one.message, one.delay)
 
@@ -337,29 +305,9 @@ class DatabaseBroker(Broker):
         """
         if queue_name not in self.queues:
             raise QueueNotFound(queue_name)
-        self._check_process()
-        consumer = DatabaseConsumer(self, queue_name, prefetch, timeout)
-        with self._lock:
-            self._consumers[queue_name] = (*self._consumers.get(queue_name, ()), consumer)
-        self._keeper.start()
-        if self._watcher is not None:
-            self._watcher.start()
+        consumer = DatabaseConsumer(self, queue_name, prefetch=prefetch, timeout=timeout)
+        self.here.add(consumer)
         return consumer
-
-    def forget_consumer(self, consumer: DatabaseConsumer) -> None:
-        with self._lock:
-            others = tuple(other for other in self._consumers.get(consumer.queue, ()) if other is not consumer)
-            self._consumers[consumer.queue] = others
-
-    def _message_arrived(self, queue: str, due_at: int | None) -> None:
-        self._check_process()
-        for consumer in self._consumers.get(queue, ()):
-            consumer.message_arrived(due_at)
-
-    def _database_changed(self) -> None:
-        for consumers in tuple(self._consumers.values()):
-            for consumer in consumers:
-                consumer.database_changed()
 
     def idle_pause(self, fruitless: int) -> float:
         """Seconds that a consumer may wait without looking, after so many looks that found nothing."""
@@ -375,41 +323,22 @@ class DatabaseBroker(Broker):
         """
         if self.store.joined():
             raise StoreError("cannot reserve messages inside an open transaction of the same database: end it first")
-        return self._reserve(queue, limit)
-
-    def _reserve(self, queue: str, limit: int) -> list[reservations.Delivery] | None:
         clock, lease = self.store.clock, self._lease_ms
 
         def operation(tx: Tx) -> list[reservations.Delivery]:
             now = clock.now()
-            return reservations.reserve(tx, queue, limit, now, now + lease)
+            return reservations.reserve(tx, queue, limit, now=now, lease_until=now + lease)
 
+        return self.run_reservation(queue, operation)
+
+    def run_reservation(
+        self, queue: str, operation: Callable[[Tx], list[reservations.Delivery]]
+    ) -> list[reservations.Delivery] | None:
+        """Run a reservation: plain. The SQLite broker's guard stands here (QUEUE-3)."""
         try:
             return self.store.submit(operation).result()
         except Exception as error:
             raise self._for_dramatiq(error) from error
-
-    def hold(self, proxy: DatabaseMessageProxy) -> None:
-        """A delivery was handed to this process: extend its lease from now on (QUEUE-6)."""
-        self._keeper.hold(proxy)
-
-    def _let_go(self, proxy: DatabaseMessageProxy) -> None:
-        self._keeper.let_go(proxy)
-        proxy.consumer.forget(proxy)
-
-    def bury_undecodable(self, delivery: reservations.Delivery, error: Exception) -> None:
-        """A row that is no message goes to the dead letters on its own, with its reason (QUEUE-5)."""
-        reservation = delivery.reservation
-        self.logger.error("Row %d of queue %r is not a message: %s", reservation.id, reservation.queue, error)
-        reason = dead_letters.reason_from(error)
-        self._try(lambda tx: reservations.bury(tx, reservation, reason, self.store.clock.now()), "bury")
-
-    def reroute(self, reservation: Reservation, queue: str) -> None:
-        """A row whose message belongs to another queue (see :meth:`retain`) is sent on."""
-        self._try(lambda tx: reservations.reroute(tx, reservation, queue, self.store.clock.now()), "reroute")
-        self._message_arrived(queue, None)
-
-    # --- the end of a delivery ---------------------------------------------------------------------------------------
 
     def acknowledge(self, proxy: DatabaseMessageProxy) -> None:
         """Delete the row of this delivery, and store what its after hooks have sent, in one transaction (QUEUE-2).
@@ -417,99 +346,25 @@ class DatabaseBroker(Broker):
         A reservation that another worker has taken over is reported and left alone. Errors other than a lost connection
         to a server are raised once; the row then stays reserved until its lease lapses.
         """
-        self._end(proxy, None)
+        settlement.end(self, proxy, reason=None)
 
     def reject(self, proxy: DatabaseMessageProxy) -> None:
         """Make this delivery's row a dead letter with its reason; otherwise as :meth:`acknowledge`."""
-        self._end(proxy, dead_letters.reason_of(proxy))
+        settlement.end(self, proxy, reason=dead_letters.reason_of(proxy))
 
-    def _end(self, proxy: DatabaseMessageProxy, reason: str | None) -> None:
-        interrupted = False
-        while True:
-            try:
-                self._end_once(proxy, reason, interrupted)
-                return
-            except Interrupt as interrupt:
-                # A time limit or a shutdown notice that was raised a moment too late. The work is done, so it has nothing
-                # left to interrupt; let through, it would end the worker thread for good. The statements are fenced, so
-                # going through them again is harmless.
-                self.logger.info("%s ignored while message %s was acknowledged.", type(interrupt).__name__, proxy.message_id)
-                interrupted = True
-
-    def _end_once(self, proxy: DatabaseMessageProxy, reason: str | None, interrupted: bool) -> None:
-        if proxy.settled:
-            self._let_go(proxy)
-            return
-        if proxy.withheld is not None:
-            self._let_go(proxy)
-            raise StoreError(f"message {proxy.message_id} is not acknowledged: {proxy.withheld}; it comes back after its lease")
-        settlement = Settlement(proxy, reason=reason, clock=self.store.clock)
-        repeated = interrupted or proxy.statements > 0
-        try:
-            landed = self._settle(settlement)
-        except BrokerConnectionError:
-            raise  # Dramatiq repeats it every few seconds; the lease goes on being extended meanwhile
-        except Exception:
-            self._let_go(proxy)  # QUEUE-6
-            raise
-        proxy.settled = True
-        self._let_go(proxy)
-        if landed or repeated:
-            sent = settlement.sent()
-            if sent:
-                self.announce(sent)
-        else:
-            self._report_lost(proxy, "acknowledgement" if reason is None else "rejection")
-
-    def _settle(self, settlement: Settlement) -> bool:
+    def run_settlement(self, operation: settlement.Settlement) -> bool:
         """Run a settlement: plain. The SQLite broker's guard stands here (QUEUE-4)."""
         try:
-            return self.store.submit(settlement).result()
+            return self.store.submit(operation).result()
         except Exception as error:
             raise self._for_dramatiq(error) from error
-
-    def give_back(self, proxies: Iterable[DatabaseMessageProxy]) -> None:
-        """Make messages that were never started available again, their attempts not counted (QUEUE-7). Never raises:
-        what cannot be given back comes back after its lease."""
-        todo = [proxy for proxy in proxies if not proxy.settled]
-        if not todo:
-            return
-
-        def operation(tx: Tx) -> None:
-            now = self.store.clock.now()
-            for proxy in todo:
-                reservations.give_back(tx, proxy.reservation, None, now)
-
-        self._try(operation, f"give back {len(todo)} messages")
-        for proxy in todo:
-            proxy.settled = True
-            self._let_go(proxy)
-        for queue in {proxy.reservation.queue for proxy in todo}:
-            self._message_arrived(queue, None)
-
-    def _try(self, operation: Any, what: str) -> None:
-        try:
-            self.store.submit(operation).result()
-        except Exception:
-            self.logger.warning("Could not %s; the lease will lapse.", what, exc_info=True)
-
-    def _report_lost(self, proxy: DatabaseMessageProxy, what: str) -> None:
-        # Who else may be here: a worker that reserved the row after our lease had lapsed, or an operator who flushed the
-        # queue. Our fence matches nothing, so neither its reservation nor its outcome was touched.
-        self.logger.warning(
-            "The %s of message %s (%s) came too late: its reservation had lapsed. Nothing was changed.",
-            what,
-            proxy.message_id,
-            proxy.actor_name,
-        )
 
     def _for_dramatiq(self, error: Exception) -> Exception:
         """A lost connection to a server as Dramatiq's own error, which makes it wait and repeat; others as they are.
 
         Repeating is safe because every statement is fenced. On SQLite there is no connection to lose.
         """
-        lost = isinstance(error, (peewee.OperationalError, peewee.InterfaceError, WriteUnknownError))
-        if lost and self.store.dialect != "sqlite":
+        if self.store.dialect != "sqlite" and isinstance(error, (StoreError, peewee.OperationalError, peewee.InterfaceError)):
             return ConnectionClosed(str(error))
         return error
 
@@ -528,20 +383,12 @@ class DatabaseBroker(Broker):
         letter = self.store.write(lambda tx: dead_letters.requeue(tx, letter_id, self.store.clock.now()))
         if letter is None:
             return False
-        self._message_arrived(letter.queue, None)
+        self.here.arrived(letter.queue, None)
         return True
 
     def purge_dead_letters(self, queue: str | None = None, *, before: int | None = None) -> int:
         """Delete dead letters, those only that died before the moment ``before`` (milliseconds UTC) if given; how many."""
         return self.store.write(lambda tx: dead_letters.purge(tx, queue, before))
-
-
-def sqlite_path(store: Store) -> str | None:
-    """The file of an SQLite store; ``None`` for memory and for servers."""
-    if store.dialect != "sqlite":
-        return None
-    name = str(store.database.database)
-    return None if not name or ":memory:" in name or "mode=memory" in name else name
 
 
 def _require_positive(key: str, value: float) -> None:

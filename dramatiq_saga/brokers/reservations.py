@@ -119,7 +119,7 @@ def _when(due_at: int | None, now: int) -> tuple[int, int]:
     return (READY, now) if due_at is None or due_at <= now else (DELAYED, due_at)
 
 
-def insert(tx: Tx, prepared: Prepared, now: int) -> None:
+def insert(tx: Tx, prepared: Prepared, *, now: int) -> None:
     """A new row. Message ids may repeat: a retried message keeps its own, and one message may be sent twice."""
     message = prepared.message
     state, available_at = _when(prepared.due_at, now)
@@ -129,7 +129,7 @@ def insert(tx: Tx, prepared: Prepared, now: int) -> None:
     )
 
 
-def reserve(tx: Tx, queue: str, limit: int, now: int, lease_until: int) -> list[Delivery]:
+def reserve(tx: Tx, queue: str, limit: int, *, now: int, lease_until: int) -> list[Delivery]:
     """Up to ``limit`` available rows, most urgent first, then oldest, then lowest id (QUEUE-1).
 
     Each gets this reservation's time, a lease and one attempt more, in one statement that requires it to be ready. Rows
@@ -176,22 +176,22 @@ def delete(tx: Tx, reservation: Reservation) -> bool:
     return tx.run(_DELETE, _fence(reservation)) == 1
 
 
-def bury(tx: Tx, reservation: Reservation, reason: str, now: int) -> bool:
+def bury(tx: Tx, reservation: Reservation, reason: str, *, now: int) -> bool:
     """Reject: our row becomes a dead letter with its reason (QUEUE-5)."""
     return tx.run(_BURY, (now, reason, *_fence(reservation))) == 1
 
 
-def give_back(tx: Tx, reservation: Reservation, due_at: int | None, now: int) -> bool:
+def give_back(tx: Tx, reservation: Reservation, *, due_at: int | None, now: int) -> bool:
     """Our row is available again from ``due_at`` on, and this attempt was none (QUEUE-7)."""
     return tx.run(_GIVE_BACK, (*_when(due_at, now), *_fence(reservation))) == 1
 
 
-def postpone(tx: Tx, reservation: Reservation, prepared: Prepared, now: int) -> bool:
+def postpone(tx: Tx, reservation: Reservation, prepared: Prepared, *, now: int) -> bool:
     """A retry: our row becomes its own next try, in one statement, so that the two can neither both exist nor both vanish."""
     return tx.run(_POSTPONE, (*_when(prepared.due_at, now), prepared.priority, prepared.payload, *_fence(reservation))) == 1
 
 
-def recycle(tx: Tx, reservation: Reservation, prepared: Prepared, now: int) -> bool:
+def recycle(tx: Tx, reservation: Reservation, prepared: Prepared, *, now: int) -> bool:
     """Our row becomes another message and keeps its age, so that a run that goes on does not queue up again (QUEUE-1)."""
     state, available_at = _when(prepared.due_at, now)
     message = prepared.message
@@ -199,7 +199,7 @@ def recycle(tx: Tx, reservation: Reservation, prepared: Prepared, now: int) -> b
     return tx.run(_RECYCLE, (*values, *_fence(reservation))) == 1
 
 
-def reroute(tx: Tx, reservation: Reservation, queue: str, now: int) -> bool:
+def reroute(tx: Tx, reservation: Reservation, queue: str, *, now: int) -> bool:
     """Our row moves to the queue that its message names; this attempt was none."""
     return tx.run(_REROUTE, (queue, now, *_fence(reservation))) == 1
 

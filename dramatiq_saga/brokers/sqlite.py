@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import peewee
@@ -50,9 +51,12 @@ class SQLiteBroker(DatabaseBroker):
             raise SettingsError("database", f"{database!r} is not SQLite: use DatabaseBroker for other databases")
         self._episodes: dict[str, _Episode] = {}
 
-    def _reserve(self, queue: str, limit: int) -> list[reservations.Delivery] | None:
+    def run_reservation(
+        self, queue: str, operation: Callable[[Tx], list[reservations.Delivery]]
+    ) -> list[reservations.Delivery] | None:
+        """QUEUE-3: a refusal that is contention has changed nothing; ``None`` says so, and the consumer looks again later."""
         try:
-            deliveries = super()._reserve(queue, limit)
+            deliveries = super().run_reservation(queue, operation)
         except WriteRefusedError as refusal:
             if refusal.sqlite_errorcode not in CONTENTION:
                 raise
@@ -80,8 +84,9 @@ class SQLiteBroker(DatabaseBroker):
             )
         episode.refusals += 1
 
-    def _settle(self, settlement: Settlement) -> bool:
-        attempt = _GuardedAttempt(settlement)
+    def run_settlement(self, operation: Settlement) -> bool:
+        """QUEUE-4: a refusal that is contention is tried again within its budget; the handler is not involved."""
+        attempt = _GuardedAttempt(operation)
         while True:
             try:
                 return self.store.submit(attempt).result()

@@ -13,6 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock, Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..store.database import Store
 
 
 class FileWatcher:
@@ -60,3 +64,13 @@ class FileWatcher:
                 self._on_change()
         if connection is not None:
             connection.close()
+
+
+def sqlite_file(store: Store) -> str | None:
+    """The file of an SQLite store; ``None`` for memory and for servers."""
+    if store.dialect != "sqlite":
+        return None
+    name = str(store.database.database)
+    if not name or ":memory:" in name or "mode=memory" in name:
+        return None
+    return name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dramatiq.middleware import MiddlewareError
 from dramatiq.results.errors import ResultMissing as _DramatiqResultMissing
 from dramatiq.results.errors import ResultTimeout as _DramatiqResultTimeout
 
@@ -344,7 +345,7 @@ def _version(text: str) -> tuple[int, str]:
     return (int(text), "") if text.isdecimal() else (0, text)
 
 
-class MiddlewareOrderError(SagaError):
+class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 
 
@@ -422,7 +423,7 @@ class SuspensionSwallowedError(SagaError):
         return (type(self), ())
 
 
-class SendInsideWorkflowError(SagaError):
+class SendInsideWorkflowError(SagaError, MiddlewareError):
     """A workflow function sent a message, started a run or signalled one by another way than ``flow``."""
 
     def __init__(self, what: str) -> None:
@@ -461,6 +462,10 @@ class StepLeftTransactionError(SagaError):
 
 class MessageTooOldError(SagaError):
     """A step's message was refused for its age (``max_age``) before it could run (NATIVE-3)."""
+
+
+class MessageSkippedError(SagaError):
+    """A middleware of the broker skipped a step's message before it could run (NATIVE-3)."""
 
 
 class UnknownActorError(SagaError):

@@ -11,7 +11,6 @@ the row or the run in one statement too; of two, the second finds a condition th
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +65,11 @@ class Job:
     cycle: int
     attempts: int
     message_id: str
+
+    @property
+    def row(self) -> str:
+        """What kind of row it is, as the anomaly journal names it."""
+        return "action" if self.kind == "step" else "compensation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +148,8 @@ class ClaimAttempt:
             row = engine.store.read(self._read)
             if row is None or row[9] != self.delivery or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
-                    run_id=job.run_id, row_id=f"{job.run_id}/{job.sequence}", sequence=job.sequence, actor=claim.actor,
-                    claimed_attempts=claim.attempts, actual_attempts=None if row is None else row[2],
+                    row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor,
+                    claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._lost(row)
         return claim
@@ -168,7 +172,7 @@ class ClaimAttempt:
         row = self._read(tx)
         if landed and row is not None:
             kind = "action.started" if job.kind == "step" else "compensation.step_started"
-            history.append(tx, job.run_id, now, [history.line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
+            engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
         return row, bool(landed)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
@@ -211,18 +215,14 @@ _GIVE_BACK_STEP = _GIVE_BACK.replace("%s", "action_runs")
 _GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
 
 
-def give_back(tx: Tx, claim: Claim, *, now: int) -> bool:
+def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
     """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
     if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
         return False
-    kind = "action.released" if claim.job.kind == "step" else "compensation.step_released"
-    history.append(
-        tx, claim.job.run_id, now, [history.line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
+    kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED
+    engine.record(
+        tx, claim.job.run_id, now, [history.Line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
     )
     return True
 
-
-def encode_options(options: dict[str, Any] | None) -> str | None:
-    """Dramatiq options of a row as JSON text."""
-    return json.dumps(options) if options else None

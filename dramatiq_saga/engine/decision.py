@@ -17,6 +17,7 @@ from .rows import Decision, Entry, NewStep, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .core import Engine
 
 _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
@@ -52,6 +53,7 @@ _SETTLE_WAITS = "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run
 
 def write(
     tx: Tx,
+    engine: Engine,
     snapshot: Snapshot,
     decision: Decision,
     *,
@@ -70,7 +72,7 @@ def write(
         status = "waiting" if decision.outside else "running"
         landed = tx.run(_ADVANCE, (status, seen, seen, now, snapshot.run_id, snapshot.revision, snapshot.wakes))
     elif plan is not None and plan.rows:
-        landed = rollback.enter(tx, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
+        landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
     else:
         status = "completed" if decision.kind == "completed" else "failed"
         landed = tx.run(
@@ -134,13 +136,13 @@ def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -
     lines: list[history.Line] = []
     if decision.kind == "suspended":
         if decision.outside and snapshot.status != "waiting":
-            lines.append(history.line("flow.waiting", name=snapshot.workflow))
+            lines.append(history.Line(history.FLOW_WAITING, name=snapshot.workflow))
         elif not decision.outside and snapshot.status == "waiting":
-            lines.append(history.line("flow.resumed", name=snapshot.workflow))
+            lines.append(history.Line(history.FLOW_RESUMED, name=snapshot.workflow))
     elif decision.kind == "completed":
-        lines.append(history.line("flow.completed", name=snapshot.workflow, payload=decision.result))
+        lines.append(history.Line(history.FLOW_COMPLETED, name=snapshot.workflow, payload=decision.result))
     elif plan is not None and plan.rows:
-        lines.append(history.line("compensation.started", name=snapshot.workflow, error=decision.error))
+        lines.append(history.Line(history.COMPENSATION_STARTED, name=snapshot.workflow, error=decision.error))
     else:
-        lines.append(history.line("flow.failed", name=snapshot.workflow, error=decision.error))
+        lines.append(history.Line(history.FLOW_FAILED, name=snapshot.workflow, error=decision.error))
     return lines

@@ -191,7 +191,9 @@ def _outgoing(run_id: str, row: dict[str, Any], now: int | None = None) -> Outgo
     )  # fmt: skip
 
 
-def enter(tx: Tx, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
+def enter(
+    tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None
+) -> int:
     """Put the run under ``rolling_back`` and write every compensation row; 0 where the run has moved on since."""
     landed = tx.run(
         _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
@@ -213,9 +215,16 @@ def enter(tx: Tx, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_a
             run = tx.one(_RUN, (snapshot.run_id,))
             if run is not None:
                 following = _survey(snapshot.run_id, tx.all(_ROWS, (snapshot.run_id,)), settled={}, now=now)
-                history.append(tx, snapshot.run_id, now, _go_on(tx, snapshot.run_id, run, following, now))
+                engine.record(tx, snapshot.run_id, now, _go_on(tx, snapshot.run_id, run, following, now))
     return landed
 
+
+_LINES = {
+    "completed": history.COMPENSATION_COMPLETED,
+    "failed": history.COMPENSATION_FAILED,
+    "refused": history.COMPENSATION_FAILED,
+    "given_up": history.COMPENSATION_GIVEN_UP,
+}
 
 # --- driving a rollback ----------------------------------------------------------------------------------------------
 
@@ -229,6 +238,7 @@ class Outcome:
     actor: str
     attempts: int
     error: str | None = None
+    exception: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -260,8 +270,8 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
     expected = _survey(job.run_id, rows, settled={job.sequence: outcome}, now=engine.now())
     outbox.load(expected.messages)
     now = engine.now()
-    kind = "compensation.completed" if outcome.kind == "completed" else "compensation.failed"
-    line = history.line(kind, sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error)
+    kind = _LINES[outcome.kind]
+    line = history.Line(kind, sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error)
 
     def operation(tx: Tx) -> tuple[bool, bool, list[history.Line]]:
         run = tx.one(_RUN, (job.run_id,))
@@ -276,7 +286,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
                     for message in following.messages:
                         tx.run(_SENT, (now, job.run_id, message.sequence))
                 outbox.stage(tx)
-        history.append(tx, job.run_id, now, lines)
+        engine.record(tx, job.run_id, now, lines)
         return True, False, lines
 
     landed, already, lines = engine.store.write(operation)
@@ -305,7 +315,7 @@ def advance(engine: Engine, run_id: str, sender: Sender, delivery: object | None
         if run is not None and run[1] == "running":
             following = _survey(run_id, tx.all(_ROWS, (run_id,)), settled={}, now=now, unsent_only=True)
             lines = _go_on(tx, run_id, run, following, now)
-            history.append(tx, run_id, now, lines)
+            engine.record(tx, run_id, now, lines)
             if outbox.joined:
                 for message in following.messages:
                     tx.run(_SENT, (now, run_id, message.sequence))
@@ -381,8 +391,8 @@ def _go_on(tx: Tx, run_id: str, run: tuple[Any, ...], following: _Next, now: int
         return []
     undone = ", ".join(str(sequence) for sequence in following.undone) or "nothing"
     return [
-        history.line("rollback.finished", name=workflow, detail=f"{rollback}; undone: {undone}"),
-        history.line(f"flow.{ends_as}", name=workflow, error=error),
+        history.Line("rollback.finished", name=workflow, detail=f"{rollback}; undone: {undone}"),
+        history.Line(f"flow.{ends_as}", name=workflow, error=error),
     ]
 
 

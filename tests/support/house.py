@@ -89,7 +89,7 @@ class Module:
         parts = self.path.with_suffix("").parts
         self.is_package = parts[-1] == "__init__"
         self.name = ".".join(parts[:-1] if self.is_package else parts)
-        self.text = path.read_text()
+        self.text = path.read_text(encoding="utf-8")
         self.tree = ast.parse(self.text, str(path))
         self.docstring = ast.get_docstring(self.tree) or ""
 
@@ -322,7 +322,7 @@ def _test_names(root: Path) -> frozenset[str]:
     names: set[str] = set()
     for path in (root / "tests").rglob("*.py"):
         names.add(path.stem)
-        names.update(re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+        names.update(re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     return frozenset(names)
 
 

@@ -43,7 +43,9 @@ _RESULT = "SELECT status, result, error, reason, workflow FROM {flow_runs} WHERE
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
 _LOCK = "SELECT status FROM {flow_runs} WHERE id = ?{for_update}"
 _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
-_COMPENSATIONS = f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
+_COMPENSATIONS = (
+    f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
+)
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from .middleware import SagaMiddleware
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
-_OPEN = "SELECT sequence, actor, status FROM {action_runs} WHERE run_id = ? AND status IN ('pending', 'running', 'awaiting_retry')"
+_OPEN = (
+    "SELECT sequence, actor, status FROM {action_runs} WHERE run_id = ? AND status IN ('pending', 'running', 'awaiting_retry')"
+)
 
 
 class _InlineMessage(MessageProxy):
@@ -60,7 +62,9 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
         return
     if state[2]:
         error = load_error(state[2])
-        raise WouldBlockError(new.run_id, f"code that fits its history ({error['type'].rsplit('.', 1)[-1]}: {error['message']})")
+        raise WouldBlockError(
+            new.run_id, f"code that fits its history ({error['type'].rsplit('.', 1)[-1]}: {error['message']})"
+        )
     waiting = engine.store.read(lambda tx: tx.all(_OPEN, (new.run_id,)))
     what = ", ".join(f"step {sequence} ({actor}, {status})" for sequence, actor, status in waiting) or "something from outside"
     raise WouldBlockError(new.run_id, what)
@@ -79,7 +83,9 @@ def run_message(runner: Runner, outgoing: Outgoing) -> None:
     job = delivery.job
     assert job is not None
     if actor is None:
-        error = UnknownActorError(f"actor {outgoing.actor!r} is not declared in this process: import the module that declares it")
+        error = UnknownActorError(
+            f"actor {outgoing.actor!r} is not declared in this process: import the module that declares it"
+        )
         runner.refuse(job, outgoing.actor, error)
         return
     plain = getattr(actor.fn, "__wrapped__", actor.fn)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -101,7 +100,12 @@ class Delivery:
         self.job: Job | None = None
         if facts["kind"] != "drive":
             self.job = Job(
-                facts["kind"], facts["run"], facts["sequence"], facts.get("cycle", 0), facts.get("attempts", 0), message.message_id
+                facts["kind"],
+                facts["run"],
+                facts["sequence"],
+                facts.get("cycle", 0),
+                facts.get("attempts", 0),
+                message.message_id,
             )
         self.claim: Claim | None = None
         self.state = "new"  # new -> claimed -> failed | done
@@ -373,7 +377,9 @@ class Runner:
                 run = drives.load(self.engine, job.run_id)
                 if run is None:
                     return
-                outcome = fence.Outcome("refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error)
+                outcome = fence.Outcome(
+                    "refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error
+                )
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
                 rollback.settle(
@@ -381,5 +387,3 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part))
-
-

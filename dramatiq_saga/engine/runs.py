@@ -84,9 +84,20 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
         if not tx.run(
             _INSERT,
             (
-                run.run_id, run.workflow, run.version, run.queue, run.priority, json.dumps(run.options) if run.options else None,
-                run.args, fingerprint, run.context, now, run.expires_at, now if outbox.joined else None, now,
-            ),  # fmt: skip
+                run.run_id,
+                run.workflow,
+                run.version,
+                run.queue,
+                run.priority,
+                json.dumps(run.options) if run.options else None,
+                run.args,
+                fingerprint,
+                run.context,
+                now,
+                run.expires_at,
+                now if outbox.joined else None,
+                now,
+            ),
         ):
             return tx.one(_EXISTING, (run.run_id,))  # type: ignore[return-value]
         for name, value in (run.tags or {}).items():
@@ -249,7 +260,9 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     if missed:
         engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=min(missed))
         raise ConcurrentTransitionError(
-            snapshot.run_id, "rolling_back", f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone"
+            snapshot.run_id,
+            "rolling_back",
+            f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone",
         )
     return decision
 

@@ -379,6 +379,12 @@ def test_an_error_that_raises_at_every_question_is_described_all_the_same() -> N
     assert error["code"] is None
 
 
+def test_half_a_surrogate_pair_in_a_message_becomes_text_that_a_column_takes() -> None:
+    error = load_error(describe_error(ValueError("file \udce4.txt")))
+    assert error["message"] == "file \\udce4.txt"
+    assert error["type"] == "builtins.ValueError"
+
+
 def test_notes_are_kept_with_the_traceback() -> None:
     exc = ValueError("x")
     exc.add_note("while charging order 42")

@@ -241,6 +241,30 @@ def test_a_test_can_listen_for_the_length_of_a_block() -> None:
     assert not events._subscribed
 
 
+def test_a_listener_that_leaves_while_it_is_looked_up_is_not_heard_again() -> None:
+    heard: list[Event] = []
+    leaver = threading.Thread(target=unsubscribe, args=(heard.append,))
+
+    class Pausing(type):
+        """Asked in the middle of the look-up, lets the leaver begin there; he can only wait for his turn."""
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            if leaver.ident is None:
+                leaver.start()
+                leaver.join(0.05)
+            return type.__subclasscheck__(cls, subclass)
+
+    class Other(Event, metaclass=Pausing):
+        pass
+
+    subscribe(heard.append, FlowStarted)
+    subscribe(print, Other)
+    has_listeners(FlowStarted)
+    leaver.join()
+    dispatch(STARTED)
+    assert heard == []
+
+
 def test_registrations_of_many_threads_are_all_kept() -> None:
     counts = [0] * 8
     barrier = threading.Barrier(9)

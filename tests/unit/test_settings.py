@@ -135,7 +135,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def test_the_defaults_are_those_of_the_seeds() -> None:
+def test_the_defaults_are_the_documented_ones() -> None:
     assert leaves(Settings()) == DEFAULTS
     assert dict(Settings().items()) == DEFAULTS
 

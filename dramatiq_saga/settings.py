@@ -589,7 +589,7 @@ def _checked(section: T, default: T, path: str) -> T:
     if isinstance(section, Mapping):
         section = _with(default, _flat(section, path), path)
     if type(section) is not type(default):
-        raise SettingsError(path, f"must be a {type(default).__name__} or a mapping, not {_shown(section)}")
+        raise SettingsError(path, f"must be {type(default).__name__} or a mapping, not {_shown(section)}")
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         key, value = f"{path}.{field.name}", getattr(section, field.name)

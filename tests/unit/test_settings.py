@@ -293,8 +293,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(given: dict[str, Any], s
         ({"repair.enabled": {"yes": 1}}, "repair.enabled", "True or False"),
         ({"repair": {"batch_size": 3}, "repair.batch_size": 4}, "repair.batch_size", "given twice"),
         ({"repair": Repair}, "repair", "is a section"),
-        ({"repair": Monitor()}, "repair", "must be a Repair"),
-        ({"monitor": {"expiration": Backoff(1, 2)}}, "monitor.expiration", "must be a Expiration"),
+        ({"repair": Monitor()}, "repair", "must be Repair"),
+        ({"monitor": {"expiration": Backoff(1, 2)}}, "monitor.expiration", "must be Expiration"),
         ({1: 2}, "settings", "keys are strings"),
     ],
 )

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def disarm(broker: Broker) -> None:
+def disarm(broker: Broker | None) -> None:
     """No interrupt will reach this thread for the message at hand any more, and one that is on its way is taken back."""
+    if broker is None:
+        return
     ident = threading.get_ident()
     for middleware in broker.middleware:
         if isinstance(middleware, TimeLimit):
@@ -55,9 +57,12 @@ def _shielded(part: Callable[[], T]) -> tuple[T, Interrupt | None]:
 
 
 class Body:
-    """Runs a body once and keeps how it ended, whatever arrives afterwards: a value that was returned stays returned."""
+    """Runs a body once and keeps how it ended, whatever arrives afterwards: a value that was returned stays returned.
 
-    def __init__(self, call: Callable[[], object], broker: Broker) -> None:
+    ``broker`` is the one whose interrupts are taken away afterwards; ``None`` in a thread that is not one of its workers.
+    """
+
+    def __init__(self, call: Callable[[], object], broker: Broker | None) -> None:
         self._call = call
         self._broker = broker
         self._started = False

@@ -56,7 +56,17 @@ if TYPE_CHECKING:
     from .engine.core import Sender
 
 #: What has to stand before SagaMiddleware in the broker's list: their after hooks then come after ours.
-_BEFORE_OURS = (AgeLimit, TimeLimit, ShutdownNotifications, Callbacks, Pipelines, GroupCallbacks, Retries, CurrentMessage, Results)
+_BEFORE_OURS = (
+    AgeLimit,
+    TimeLimit,
+    ShutdownNotifications,
+    Callbacks,
+    Pipelines,
+    GroupCallbacks,
+    Retries,
+    CurrentMessage,
+    Results,
+)
 
 
 class WithheldError(MiddlewareError, BrokerConnectionError):
@@ -149,7 +159,9 @@ class SagaMiddleware(Middleware):
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
             return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
-        return DeferredSender(engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker))
+        return DeferredSender(
+            engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
+        )
 
     # --- declaring ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +205,7 @@ class SagaMiddleware(Middleware):
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
-            self.engine(broker).store.check_schema()
+            self.engine(broker).store.prepare()
         except SagaError as error:
             if isinstance(error, MiddlewareError):
                 raise
@@ -314,7 +326,9 @@ class SagaMiddleware(Middleware):
                     self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
                     return  # NATIVE-3: a worker that knows it may come; the doctor tries again
             else:
-                error = MessageTooOldError(f"the message of {delivery.actor} was refused before it ran: it was older than max_age")
+                error = MessageTooOldError(
+                    f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
+                )
             self._withholding(lambda: runner.refuse(job, delivery.actor, error))
 
     def _take(self, message: MessageProxy) -> Delivery | None:
@@ -349,7 +363,9 @@ class SagaMiddleware(Middleware):
             except Exception as error:
                 if self.runner(broker).stopping.is_set():
                     raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
-                self.log.warning("retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay)
+                self.log.warning(
+                    "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
+                )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
 
@@ -438,4 +454,3 @@ def _facts(broker: Broker, name: str) -> ActorFacts | None:
 
 
 __all__ = ["BootRefusedError", "SagaMiddleware", "WithheldError", "build_message", "check_order", "middleware_of"]
-

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -101,7 +100,12 @@ class Delivery:
         self.job: Job | None = None
         if facts["kind"] != "drive":
             self.job = Job(
-                facts["kind"], facts["run"], facts["sequence"], facts.get("cycle", 0), facts.get("attempts", 0), message.message_id
+                facts["kind"],
+                facts["run"],
+                facts["sequence"],
+                facts.get("cycle", 0),
+                facts.get("attempts", 0),
+                message.message_id,
             )
         self.claim: Claim | None = None
         self.state = "new"  # new -> claimed -> failed | done
@@ -113,7 +117,8 @@ class Delivery:
 class Runner:
     """Runs what messages ask for: steps and compensations behind their claims, and drives."""
 
-    def __init__(self, engine: Engine, broker: Broker, sender: Sender) -> None:
+    def __init__(self, engine: Engine, broker: Broker, sender: Sender, *, inline: bool = False) -> None:
+        self.inline = inline  # an interrupt in this thread is somebody else's, and not to be taken away
         self.engine = engine
         self.broker = broker
         self.sender = sender
@@ -151,7 +156,7 @@ class Runner:
         if interrupt is not None:
             self._release(delivery, claim)
             return None
-        body = Body(lambda: self._call(claim, fn), self.broker)
+        body = Body(lambda: self._call(claim, fn), None if self.inline else self.broker)
         body.run()
         return self._conclude(delivery, claim, body)
 
@@ -188,8 +193,10 @@ class Runner:
             return value if self._wanted_by_dramatiq(delivery) else None
         assert body.error is not None
         failure = body.error
-        if isinstance(failure, Shutdown):
+        if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
             self._release(delivery, claim)
+            if self.inline:
+                raise failure
             return None
         if isinstance(failure, SkipMessage):
             shielded(lambda: self.persist(lambda: self._settle(delivery, claim, describe_error(failure), failure)))
@@ -264,14 +271,14 @@ class Runner:
             self.engine.store.write(operation)
             self._put_back_after(delivery, 0)
 
-        disarm(self.broker)
+        self._disarm()
         shielded(lambda: self.persist(part))
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
         job, engine = lost.job, self.engine
-        disarm(self.broker)
+        self._disarm()
         if lost.status is not None:
             engine.anomalies.claim_lost(
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
@@ -291,6 +298,10 @@ class Runner:
 
         shielded(lambda: self.persist(part))
         delivery.state = "done"
+
+    def _disarm(self) -> None:
+        if not self.inline:
+            disarm(self.broker)
 
     def _put_back_in(self, tx: Tx, delivery: Delivery, delay: int) -> None:
         """With a database broker, the queue row goes back in the transaction."""
@@ -316,7 +327,7 @@ class Runner:
         try:
             self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
         except Interrupt:
-            disarm(self.broker)
+            self._disarm()
 
             def part() -> None:
                 self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, 1000))
@@ -366,7 +377,9 @@ class Runner:
                 run = drives.load(self.engine, job.run_id)
                 if run is None:
                     return
-                outcome = fence.Outcome("refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error)
+                outcome = fence.Outcome(
+                    "refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error
+                )
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
                 rollback.settle(
@@ -374,5 +387,3 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part))
-
-

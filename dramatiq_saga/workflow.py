@@ -197,7 +197,9 @@ class _WorkflowActor(Actor[Any, Any]):
 def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
     """The signature without its first parameter, the flow."""
     if inspect.iscoroutinefunction(fn):
-        raise TypeError(f"workflow {name} is a coroutine function: a workflow is a plain function; its steps may be async actors")
+        raise TypeError(
+            f"workflow {name} is a coroutine function: a workflow is a plain function; its steps may be async actors"
+        )
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):

@@ -41,9 +41,7 @@ _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
 )
-_READ_STEP = (
-    f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
-)
+_READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
@@ -189,7 +187,7 @@ class ClaimAttempt:
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
-        engine, job = self.engine, self.job
+        job = self.job
         if row is None:
             return Lost(job, None, None, None, None, None, False, False)
         status, stale_at, delivery = row[7], row[8], row[9]
@@ -225,4 +223,3 @@ def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
         tx, claim.job.run_id, now, [history.Line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
     )
     return True
-

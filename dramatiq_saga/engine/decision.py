@@ -39,9 +39,7 @@ _INSERT_STEP = (
     f"INSERT INTO {{action_runs}} ({_STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', FALSE, 0, 0, 0, 0, FALSE, "
     "?, ?, ?, ?, ?, ?, ?, ?, FALSE, ?, ?, ?, 0, ?)"
 )
-_RESOLVE = (
-    "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
-)
+_RESOLVE = "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _TAG_UPDATE = "UPDATE {tags} SET value = ? WHERE run_id = ? AND name = ?"
 _TAG_INSERT = "{insert_ignore} {tags} (run_id, name, value) VALUES (?, ?, ?){or_ignore}"
 _SETTLE_LIVE = (
@@ -115,11 +113,25 @@ def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tu
     """The parameters of a new step's row."""
     spec = step.compensation
     return (
-        run_id, step.sequence, step.actor, step.queue, step.priority, json.dumps(step.options) if step.options else None, step.args,
-        step.max_claims, step.reclaim_stale_after_seconds,
-        spec.actor if spec else None, spec.args if spec else None, spec.options if spec else None,
-        step.comp_from_result, step.comp_on_self_failure, step.comp_policy,
-        step.comp_reclaim_stale_after_seconds, step.expires_at, sent_at, now,
+        run_id,
+        step.sequence,
+        step.actor,
+        step.queue,
+        step.priority,
+        json.dumps(step.options) if step.options else None,
+        step.args,
+        step.max_claims,
+        step.reclaim_stale_after_seconds,
+        spec.actor if spec else None,
+        spec.args if spec else None,
+        spec.options if spec else None,
+        step.comp_from_result,
+        step.comp_on_self_failure,
+        step.comp_policy,
+        step.comp_reclaim_stale_after_seconds,
+        step.expires_at,
+        sent_at,
+        now,
     )
 
 

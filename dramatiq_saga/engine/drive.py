@@ -101,7 +101,11 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     if not engine.store.write(operation):
         engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
-            run_id=snapshot.run_id, workflow=snapshot.workflow, observed=snapshot.status, intended=decision.kind, actual="moved on"
+            run_id=snapshot.run_id,
+            workflow=snapshot.workflow,
+            observed=snapshot.status,
+            intended=decision.kind,
+            actual="moved on",
         )
         return None
     engine.cache.put(advanced(snapshot, decision, context))
@@ -189,4 +193,3 @@ def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
         "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
         priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
     )  # fmt: skip
-

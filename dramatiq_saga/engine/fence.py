@@ -252,7 +252,12 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
 def _line(outcome: Outcome) -> history.Line:
     kind = _LINES[outcome.kind]
     return history.Line(
-        kind, sequence=outcome.job.sequence, name=outcome.actor, attempt=outcome.attempts, payload=outcome.result, error=outcome.error
+        kind,
+        sequence=outcome.job.sequence,
+        name=outcome.actor,
+        attempt=outcome.attempts,
+        payload=outcome.result,
+        error=outcome.error,
     )
 
 
@@ -280,7 +285,9 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
         if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
-        row = tx.one(f"SELECT status, attempts, error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
+        row = tx.one(
+            f"SELECT status, attempts, error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence)
+        )
         return False, row is not None and row[0] == "failed" and row[1] == claim.attempts and row[2] == error
 
     landed, already = engine.store.write(operation)
@@ -289,9 +296,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     return landed or already
 
 
-_NEXT_TRY = (
-    "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
-)
+_NEXT_TRY = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
 
 
 def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:

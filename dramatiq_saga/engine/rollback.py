@@ -45,9 +45,7 @@ _INSERT = (
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
 _OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
-_COMPLETE = (
-    f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
-)
+_COMPLETE = f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
 _FAIL = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
     f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
@@ -191,9 +189,7 @@ def _outgoing(run_id: str, row: dict[str, Any], now: int | None = None) -> Outgo
     )  # fmt: skip
 
 
-def enter(
-    tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None
-) -> int:
+def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
     """Put the run under ``rolling_back`` and write every compensation row; 0 where the run has moved on since."""
     landed = tx.run(
         _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
@@ -205,11 +201,26 @@ def enter(
             tx.run(
                 _INSERT,
                 (
-                    snapshot.run_id, row["sequence"], row["level"], row["actor"], row["queue"], row["priority"],
-                    json.dumps(row["options"]) if row["options"] else None, row["args"], row["undoes"], row["undoes_key"], row["policy"],
-                    row["status"], broken, row["not_before"], row["reclaim"],
-                    sent_at if row["sequence"] in first else None, now, row["error"], now if broken else None,
-                ),  # fmt: skip
+                    snapshot.run_id,
+                    row["sequence"],
+                    row["level"],
+                    row["actor"],
+                    row["queue"],
+                    row["priority"],
+                    json.dumps(row["options"]) if row["options"] else None,
+                    row["args"],
+                    row["undoes"],
+                    row["undoes_key"],
+                    row["policy"],
+                    row["status"],
+                    broken,
+                    row["not_before"],
+                    row["reclaim"],
+                    sent_at if row["sequence"] in first else None,
+                    now,
+                    row["error"],
+                    now if broken else None,
+                ),
             )
         if not plan.messages:
             run = tx.one(_RUN, (snapshot.run_id,))
@@ -341,7 +352,22 @@ def _survey(
         waiting: list[Outgoing] = []
         open_rows = False
         for row in levels[level]:
-            sequence, _, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at = row
+            (
+                sequence,
+                _,
+                actor,
+                queue,
+                priority,
+                options,
+                status,
+                given_up,
+                policy,
+                attempts,
+                tries,
+                error,
+                not_before,
+                sent_at,
+            ) = row
             outcome = settled.get(sequence)
             if outcome is not None:
                 status, given_up = ("completed", False) if outcome.kind == "completed" else ("failed", True)
@@ -414,7 +440,9 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     )
     if row is None or row[1] != outcome.attempts:
         return False
-    return bool(row[0] == ("completed" if outcome.kind == "completed" else "failed") and (outcome.kind == "completed" or row[2]))
+    return bool(
+        row[0] == ("completed" if outcome.kind == "completed" else "failed") and (outcome.kind == "completed" or row[2])
+    )
 
 
 def body_reported(engine: Engine, run_id: str, sequence: int, sender: Sender) -> None:
@@ -433,7 +461,9 @@ _HELD = "SELECT 1 FROM {compensation_runs} WHERE run_id = ? AND sequence = ? AND
 def resend(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
     """Send a pending compensation's message again, where its level is the one that runs."""
     rows = engine.store.read(lambda tx: tx.all(_ROWS, (run_id,)))
-    wanted = [message for message in _survey(run_id, rows, settled={}, now=engine.now()).messages if message.sequence == sequence]
+    wanted = [
+        message for message in _survey(run_id, rows, settled={}, now=engine.now()).messages if message.sequence == sequence
+    ]
     if not wanted:
         return False
     outbox = sender.outbox(None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, digest
-from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError
+from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
 from .decision import settle_live, write_tag
@@ -84,9 +84,20 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
         if not tx.run(
             _INSERT,
             (
-                run.run_id, run.workflow, run.version, run.queue, run.priority, json.dumps(run.options) if run.options else None,
-                run.args, fingerprint, run.context, now, run.expires_at, now if outbox.joined else None, now,
-            ),  # fmt: skip
+                run.run_id,
+                run.workflow,
+                run.version,
+                run.queue,
+                run.priority,
+                json.dumps(run.options) if run.options else None,
+                run.args,
+                fingerprint,
+                run.context,
+                now,
+                run.expires_at,
+                now if outbox.joined else None,
+                now,
+            ),
         ):
             return tx.one(_EXISTING, (run.run_id,))  # type: ignore[return-value]
         for name, value in (run.tags or {}).items():
@@ -179,6 +190,14 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
     return _already_going(engine, run_id, "cancelled", found[0], found[1])
 
 
+def refuse_joined(engine: Engine, what: str) -> None:
+    """Refuse a call that cannot be part of the host's transaction (HOST-1)."""
+    if engine.store.joined():
+        raise SagaError(
+            f"{what} inside an open transaction of the store's database: compensations could not be sent from it; call it before or after"
+        )
+
+
 def _already_going(engine: Engine, run_id: str, intended: str, status: str, workflow: str) -> bool:
     engine.anomalies.transition_lost(run_id=run_id, workflow=workflow, observed="live", intended=intended, actual=status)
     if status in ("cancelled", "rolling_back"):
@@ -241,7 +260,9 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     if missed:
         engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=min(missed))
         raise ConcurrentTransitionError(
-            snapshot.run_id, "rolling_back", f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone"
+            snapshot.run_id,
+            "rolling_back",
+            f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone",
         )
     return decision
 

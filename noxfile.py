@@ -23,24 +23,15 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
-#: job -> (what it is for, commands). Arguments go to the last command; pytest's later options win over earlier ones.
-JOBS: dict[str, tuple[str, list[list[str]]]] = {
-    "demo": ("a shop whose workers are killed in mid-order: watch it recover", [["python", "-m", "examples.demo"]]),
-    "tests": ("the whole suite, with the servers that answer here", [["python", "-m", "pytest", "-n", "2"]]),
-    "backends": (
-        "what needs PostgreSQL, MariaDB, Redis or RabbitMQ; all four must answer",
-        [["python", "-m", "pytest", "-m", "servers"]],
-    ),
-    "races": ("races and killed processes", [["python", "-m", "pytest", "tests/races", "tests/processes"]]),
-    "typing": ("mypy, strict", [["python", "-m", "mypy"]]),
-    "lint": (
-        "ruff: rules and layout",
-        [["python", "-m", "ruff", "format", "--check", "."], ["python", "-m", "ruff", "check", "."]],
-    ),
-    "docs": (
-        "every example, link and command in the documentation",
-        [["python", "-m", "pytest", "-W", "error", "tests/test_docs.py"]],
-    ),
+#: job -> (what it is for, its commands). Arguments go to the last command; pytest's later options win over earlier ones.
+JOBS: dict[str, tuple[str, list[str]]] = {
+    "demo": ("a shop whose workers are killed in mid-order: watch it recover", ["python -m examples.demo"]),
+    "tests": ("the whole suite, with the servers that answer here", ["python -m pytest -n 2"]),
+    "backends": ("what needs a database or message server; all of them must answer", ["python -m pytest -m servers"]),
+    "races": ("races and killed processes", ["python -m pytest tests/races tests/processes"]),
+    "typing": ("mypy, strict", ["python -m mypy"]),
+    "lint": ("ruff: layout and rules", ["python -m ruff format --check .", "python -m ruff check ."]),
+    "docs": ("every example, link and command of the documentation", ["python -m pytest tests/test_docs.py"]),
 }
 
 #: What a job's commands find in their environment: here nothing may be skipped for a server that is missing.
@@ -77,15 +68,19 @@ def fail(message: str) -> int:
     return 1
 
 
-def run_job(job: str, arguments: list[str]) -> int:
+def commands_of(job: str, arguments: Sequence[str]) -> list[list[str]]:
+    """The job's commands, the last one with the arguments given."""
+    *first, last = (command.split() for command in JOBS[job][1])
+    return [*first, [*last, *arguments]]
+
+
+def run_job(job: str, arguments: Sequence[str]) -> int:
     """The job's commands, one after another, until one fails."""
-    commands = JOBS[job][1]
     environment = {**os.environ, **ENVIRONMENT.get(job, {}), "VIRTUAL_ENV": str(VENV)}
     environment["PATH"] = os.pathsep.join([str(venv_python().parent), environment.get("PATH", os.defpath)])
     environment.pop("PYTHONHOME", None)
-    for command in commands:
-        extra = arguments if command is commands[-1] else []
-        status = subprocess.run([str(venv_python()), *command[1:], *extra], cwd=ROOT, env=environment, check=False).returncode
+    for command in commands_of(job, arguments):
+        status = subprocess.run([str(venv_python()), *command[1:]], cwd=ROOT, env=environment, check=False).returncode
         if status != 0:
             return status if status > 0 else 128 - status  # ended by a signal: as a shell says it
     return 0
@@ -193,10 +188,8 @@ nox.options.error_on_missing_interpreters = False
 def run(session: nox.Session, job: str) -> None:
     """The job's commands, in the session's own environment."""
     session.install("--editable", ".[dev]")
-    commands = JOBS[job][1]
-    for command in commands:
-        extra = session.posargs if command is commands[-1] else []
-        session.run(*command, *extra, env=ENVIRONMENT.get(job, {}))
+    for command in commands_of(job, session.posargs):
+        session.run(*command, env=ENVIRONMENT.get(job, {}))
 
 
 @nox.session(python=PYTHONS)

@@ -50,13 +50,27 @@ class ActionBuilder(Generic[R]):
     """One step, described. Every method returns the builder; :meth:`run` comes last."""
 
     __slots__ = (
-        "_actor", "_args", "_built", "_compensation", "_compensation_from", "_encoded", "_expires_at", "_max_claims", "_on_failure",
-        "_on_self_failure", "_options", "_reclaim", "_comp_reclaim", "_replay",
+        "_actor",
+        "_args",
+        "_built",
+        "_comp_reclaim",
+        "_compensation",
+        "_compensation_from",
+        "_encoded",
+        "_expires_at",
+        "_max_claims",
+        "_on_failure",
+        "_on_self_failure",
+        "_options",
+        "_reclaim",
+        "_replay",
     )  # fmt: skip
 
     def __init__(self, replay: Replay, actor: Actor[Any, R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(actor, Actor):
-            raise TypeError(f"a step is a Dramatiq actor, not {type(actor).__name__}: decorate the function with @dramatiq.actor")
+            raise TypeError(
+                f"a step is a Dramatiq actor, not {type(actor).__name__}: decorate the function with @dramatiq.actor"
+            )
         self._replay = replay
         self._actor = actor
         self._args = args
@@ -93,7 +107,9 @@ class ActionBuilder(Generic[R]):
             self._compensation_from = None
         else:
             if args or kwargs:
-                raise TypeError("compensate_with() takes arguments with an actor; a callable gets the step's result and nothing else")
+                raise TypeError(
+                    "compensate_with() takes arguments with an actor; a callable gets the step's result and nothing else"
+                )
             if not callable(actor_or_builder):
                 raise TypeError(
                     f"compensate_with() takes an actor or a callable that returns a message, not {type(actor_or_builder).__name__}"
@@ -245,7 +261,9 @@ class ActionBuilder(Generic[R]):
             raise replay.fault(fault) from error
         if not isinstance(message, Message):
             raise replay.fault(
-                CompensationBuildError(f"{where} was built as {type(message).__name__}: return a message, for example refund.message(...)")
+                CompensationBuildError(
+                    f"{where} was built as {type(message).__name__}: return a message, for example refund.message(...)"
+                )
             )
         try:
             actor = self._actor.broker.get_actor(message.actor_name)

@@ -2,7 +2,7 @@
 
 All derive from :class:`SagaError`; those that a workflow function may catch derive from :class:`FlowError`. Facts are
 attributes, the message says what to do next, and every error survives pickling. Nothing here performs I/O or imports
-anything of ours.
+anything of ours. Long, because the errors are many; none of them does anything.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dramatiq.middleware import MiddlewareError
 from dramatiq.results.errors import ResultMissing as _DramatiqResultMissing
 from dramatiq.results.errors import ResultTimeout as _DramatiqResultTimeout
 
@@ -232,9 +233,27 @@ class FlowExpiredError(FlowEndedError):
 class ResultMissing(SagaError, _DramatiqResultMissing):
     """The run has not finished yet, so it has no result."""
 
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)  # Dramatiq's own takes a message only
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} is {self.status} and has no result yet: wait for it with result(wait=seconds)"
+
 
 class ResultTimeout(SagaError, _DramatiqResultTimeout):
     """The run did not finish within the time given to wait for it."""
+
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} did not finish in the time given, it is {self.status}; it goes on all the same"
 
 
 class RunConflictError(SagaError):
@@ -344,7 +363,7 @@ def _version(text: str) -> tuple[int, str]:
     return (int(text), "") if text.isdecimal() else (0, text)
 
 
-class MiddlewareOrderError(SagaError):
+class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 
 
@@ -418,7 +437,7 @@ class SuspensionSwallowedError(SagaError):
         return (type(self), ())
 
 
-class SendInsideWorkflowError(SagaError):
+class SendInsideWorkflowError(SagaError, MiddlewareError):
     """A workflow function sent a message, started a run or signalled one by another way than ``flow``."""
 
     def __init__(self, what: str) -> None:
@@ -457,6 +476,10 @@ class StepLeftTransactionError(SagaError):
 
 class MessageTooOldError(SagaError):
     """A step's message was refused for its age (``max_age``) before it could run (NATIVE-3)."""
+
+
+class MessageSkippedError(SagaError):
+    """A middleware of the broker skipped a step's message before it could run (NATIVE-3)."""
 
 
 class UnknownActorError(SagaError):

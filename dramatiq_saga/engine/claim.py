@@ -11,7 +11,6 @@ the row or the run in one statement too; of two, the second finds a condition th
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +41,7 @@ _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
 )
-_READ_STEP = (
-    f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
-)
+_READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
@@ -66,6 +63,11 @@ class Job:
     cycle: int
     attempts: int
     message_id: str
+
+    @property
+    def row(self) -> str:
+        """What kind of row it is, as the anomaly journal names it."""
+        return "action" if self.kind == "step" else "compensation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,8 @@ class ClaimAttempt:
             row = engine.store.read(self._read)
             if row is None or row[9] != self.delivery or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
-                    run_id=job.run_id, row_id=f"{job.run_id}/{job.sequence}", sequence=job.sequence, actor=claim.actor,
-                    claimed_attempts=claim.attempts, actual_attempts=None if row is None else row[2],
+                    row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor,
+                    claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._lost(row)
         return claim
@@ -168,7 +170,7 @@ class ClaimAttempt:
         row = self._read(tx)
         if landed and row is not None:
             kind = "action.started" if job.kind == "step" else "compensation.step_started"
-            history.append(tx, job.run_id, now, [history.line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
+            engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
         return row, bool(landed)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
@@ -185,7 +187,7 @@ class ClaimAttempt:
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
-        engine, job = self.engine, self.job
+        job = self.job
         if row is None:
             return Lost(job, None, None, None, None, None, False, False)
         status, stale_at, delivery = row[7], row[8], row[9]
@@ -211,18 +213,13 @@ _GIVE_BACK_STEP = _GIVE_BACK.replace("%s", "action_runs")
 _GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
 
 
-def give_back(tx: Tx, claim: Claim, *, now: int) -> bool:
+def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
     """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
     if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
         return False
-    kind = "action.released" if claim.job.kind == "step" else "compensation.step_released"
-    history.append(
-        tx, claim.job.run_id, now, [history.line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
+    kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED
+    engine.record(
+        tx, claim.job.run_id, now, [history.Line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
     )
     return True
-
-
-def encode_options(options: dict[str, Any] | None) -> str | None:
-    """Dramatiq options of a row as JSON text."""
-    return json.dumps(options) if options else None

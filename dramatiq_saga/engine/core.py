@@ -7,11 +7,12 @@ replay, commit, transitions, rollback) are functions in the modules beside this 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..journal import history
 from .rows import Outgoing, Snapshot
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class Engine:
         self.workflows: dict[str, WorkflowDefinition] = {}
         self.cache = SnapshotCache()
         self.replay_cost: dict[str, float] = {}
+        self.queues: set[str] | None = None  # the queues that this process consumes; None: all
+
+    def drives(self, workflow: str) -> bool:
+        """Whether this process may drive runs of that workflow on the spot: it knows it and consumes its queue (DRIVE-6)."""
+        definition = self.workflows.get(workflow)
+        return definition is not None and (self.queues is None or definition.queue in self.queues)
 
     def note_cost(self, run_id: str, seconds: float) -> None:
         """Remember a run whose replay is slow, so that no outcome waits for it (DRIVE-1)."""
@@ -99,6 +106,10 @@ class Engine:
             if len(self.replay_cost) > 4096:
                 self.replay_cost.clear()
             self.replay_cost[run_id] = seconds
+
+    def record(self, tx: Tx, run_id: str, now: int, lines: Sequence[history.Line]) -> None:
+        """Write ``lines`` into the run's history, in the transaction of the changes they tell of (EVENT-1)."""
+        history.append(tx, run_id, now, lines, self.settings.history)
 
     @property
     def clock(self) -> Clock:

@@ -17,6 +17,7 @@ from .rows import Decision, Entry, NewStep, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .core import Engine
 
 _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
@@ -38,9 +39,7 @@ _INSERT_STEP = (
     f"INSERT INTO {{action_runs}} ({_STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', FALSE, 0, 0, 0, 0, FALSE, "
     "?, ?, ?, ?, ?, ?, ?, ?, FALSE, ?, ?, ?, 0, ?)"
 )
-_RESOLVE = (
-    "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
-)
+_RESOLVE = "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _TAG_UPDATE = "UPDATE {tags} SET value = ? WHERE run_id = ? AND name = ?"
 _TAG_INSERT = "{insert_ignore} {tags} (run_id, name, value) VALUES (?, ?, ?){or_ignore}"
 _SETTLE_LIVE = (
@@ -52,6 +51,7 @@ _SETTLE_WAITS = "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run
 
 def write(
     tx: Tx,
+    engine: Engine,
     snapshot: Snapshot,
     decision: Decision,
     *,
@@ -70,7 +70,7 @@ def write(
         status = "waiting" if decision.outside else "running"
         landed = tx.run(_ADVANCE, (status, seen, seen, now, snapshot.run_id, snapshot.revision, snapshot.wakes))
     elif plan is not None and plan.rows:
-        landed = rollback.enter(tx, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
+        landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
     else:
         status = "completed" if decision.kind == "completed" else "failed"
         landed = tx.run(
@@ -113,11 +113,25 @@ def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tu
     """The parameters of a new step's row."""
     spec = step.compensation
     return (
-        run_id, step.sequence, step.actor, step.queue, step.priority, json.dumps(step.options) if step.options else None, step.args,
-        step.max_claims, step.reclaim_stale_after_seconds,
-        spec.actor if spec else None, spec.args if spec else None, spec.options if spec else None,
-        step.comp_from_result, step.comp_on_self_failure, step.comp_policy,
-        step.comp_reclaim_stale_after_seconds, step.expires_at, sent_at, now,
+        run_id,
+        step.sequence,
+        step.actor,
+        step.queue,
+        step.priority,
+        json.dumps(step.options) if step.options else None,
+        step.args,
+        step.max_claims,
+        step.reclaim_stale_after_seconds,
+        spec.actor if spec else None,
+        spec.args if spec else None,
+        spec.options if spec else None,
+        step.comp_from_result,
+        step.comp_on_self_failure,
+        step.comp_policy,
+        step.comp_reclaim_stale_after_seconds,
+        step.expires_at,
+        sent_at,
+        now,
     )
 
 
@@ -134,13 +148,13 @@ def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -
     lines: list[history.Line] = []
     if decision.kind == "suspended":
         if decision.outside and snapshot.status != "waiting":
-            lines.append(history.line("flow.waiting", name=snapshot.workflow))
+            lines.append(history.Line(history.FLOW_WAITING, name=snapshot.workflow))
         elif not decision.outside and snapshot.status == "waiting":
-            lines.append(history.line("flow.resumed", name=snapshot.workflow))
+            lines.append(history.Line(history.FLOW_RESUMED, name=snapshot.workflow))
     elif decision.kind == "completed":
-        lines.append(history.line("flow.completed", name=snapshot.workflow, payload=decision.result))
+        lines.append(history.Line(history.FLOW_COMPLETED, name=snapshot.workflow, payload=decision.result))
     elif plan is not None and plan.rows:
-        lines.append(history.line("compensation.started", name=snapshot.workflow, error=decision.error))
+        lines.append(history.Line(history.COMPENSATION_STARTED, name=snapshot.workflow, error=decision.error))
     else:
-        lines.append(history.line("flow.failed", name=snapshot.workflow, error=decision.error))
+        lines.append(history.Line(history.FLOW_FAILED, name=snapshot.workflow, error=decision.error))
     return lines

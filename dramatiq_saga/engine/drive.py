@@ -92,16 +92,20 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     lines = decisions.events(snapshot, decision, plan)
 
     def operation(tx: Tx) -> bool:
-        if not decisions.write(tx, snapshot, decision, now=now, sent_at=now if outbox.joined else None, plan=plan):
+        if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, plan=plan):
             return False
-        history.append(tx, snapshot.run_id, now, lines)
+        engine.record(tx, snapshot.run_id, now, lines)
         outbox.stage(tx)
         return True
 
     if not engine.store.write(operation):
         engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
-            run_id=snapshot.run_id, workflow=snapshot.workflow, observed=snapshot.status, intended=decision.kind, actual="moved on"
+            run_id=snapshot.run_id,
+            workflow=snapshot.workflow,
+            observed=snapshot.status,
+            intended=decision.kind,
+            actual="moved on",
         )
         return None
     engine.cache.put(advanced(snapshot, decision, context))
@@ -148,11 +152,11 @@ class _Recorder:
         """
         engine, snapshot = self.engine, self.snapshot
         now = engine.now()
-        lines = [history.line("side_effect.recorded", sequence=sequence, name=name, payload=data)]
+        lines = [history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=data)]
 
         def operation(tx: Tx) -> tuple[bool, bytes | None]:
             if tx.run(_RECORD, (snapshot.run_id, sequence, name, data, now, snapshot.run_id, snapshot.revision)):
-                history.append(tx, snapshot.run_id, now, lines)
+                engine.record(tx, snapshot.run_id, now, lines)
                 return True, data
             row = tx.one(_RECORDED, (snapshot.run_id, sequence))
             return False, None if row is None or row[0] != name else bytes(row[1])
@@ -189,4 +193,3 @@ def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
         "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
         priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
     )  # fmt: skip
-

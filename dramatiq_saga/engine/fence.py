@@ -71,6 +71,14 @@ _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 
+_LINES = {
+    "completed": history.ACTION_COMPLETED,
+    "failed": history.ACTION_FAILED,
+    "refused": history.ACTION_FAILED,
+    "given_up": history.ACTION_GIVEN_UP,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What is to be recorded of a step: how it ended, and from which state that may be said."""
@@ -84,6 +92,7 @@ class Outcome:
     result: bytes | None = None
     error: str | None = None
     known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
+    exception: BaseException | None = None  # for those who listen to a rejection
 
     @property
     def status(self) -> str:
@@ -111,7 +120,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
-    if outcome.workflow in engine.workflows and _settle_with_decision(engine, outcome, sender, delivery):
+    if engine.drives(outcome.workflow) and _settle_with_decision(engine, outcome, sender, delivery):
         return True
     return _settle_alone(engine, outcome, sender, delivery)
 
@@ -157,10 +166,10 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
             return False
         if not decisions.write(
-            tx, snapshot, decision, now=now, sent_at=now if outbox.joined else None, wakes=1, plan=plan
+            tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, wakes=1, plan=plan
         ):  # pragma: no cover - the condition above has seen the same revision and wakes in this transaction
             raise AssertionError("a run changed under a transaction that holds it")
-        history.append(tx, job.run_id, now, lines)
+        engine.record(tx, job.run_id, now, lines)
         outbox.stage(tx)
         return True
 
@@ -178,7 +187,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     job = outcome.job
     outbox = sender.outbox(delivery)
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
-    here = outcome.workflow in engine.workflows
+    here = engine.drives(outcome.workflow)
     now = engine.now()
     lines = [_line(outcome)]
 
@@ -188,7 +197,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome)
         tx.run(_WAKE, (now, job.run_id))
-        history.append(tx, job.run_id, now, lines)
+        engine.record(tx, job.run_id, now, lines)
         if here:
             outbox.keep(tx)
         else:
@@ -241,9 +250,14 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
 
 
 def _line(outcome: Outcome) -> history.Line:
-    kind = "action.completed" if outcome.kind == "completed" else "action.failed"
-    return history.line(
-        kind, sequence=outcome.job.sequence, name=outcome.actor, attempt=outcome.attempts, payload=outcome.result, error=outcome.error
+    kind = _LINES[outcome.kind]
+    return history.Line(
+        kind,
+        sequence=outcome.job.sequence,
+        name=outcome.actor,
+        attempt=outcome.attempts,
+        payload=outcome.result,
+        error=outcome.error,
     )
 
 
@@ -254,8 +268,7 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
         rollback.body_reported(engine, outcome.job.run_id, outcome.job.sequence, sender)
     else:
         engine.anomalies.write_refused(
-            run_id=outcome.job.run_id, row_id=f"{outcome.job.run_id}/{outcome.job.sequence}", sequence=outcome.job.sequence,
-            actor=outcome.actor, site=outcome.kind,
+            site=outcome.kind, row="action", run_id=outcome.job.run_id, sequence=outcome.job.sequence, actor=outcome.actor,
         )  # fmt: skip
 
 
@@ -264,24 +277,26 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     job = claim.job
     now = engine.now()
     sql = _FAIL_TRY_STEP if job.kind == "step" else _FAIL_TRY_COMPENSATION
-    kind = "action.try_failed" if job.kind == "step" else "compensation.try_failed"
-    lines = [history.line(kind, sequence=job.sequence, name=claim.actor, attempt=claim.attempts, error=error)]
+    kind = history.ACTION_FAILED if job.kind == "step" else history.COMPENSATION_FAILED
+    lines = [history.Line(kind, sequence=job.sequence, name=claim.actor, attempt=claim.attempts, error=error)]
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
         if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
-            history.append(tx, job.run_id, now, lines)
+            engine.record(tx, job.run_id, now, lines)
             return True, False
-        row = tx.one(f"SELECT status, attempts, error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
+        row = tx.one(
+            f"SELECT status, attempts, error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence)
+        )
         return False, row is not None and row[0] == "failed" and row[1] == claim.attempts and row[2] == error
 
     landed, already = engine.store.write(operation)
+    if landed:
+        notify.changes(engine, job.run_id, claim.workflow, now, lines)
     return landed or already
 
 
-_NEXT_TRY = (
-    "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
-)
+_NEXT_TRY = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
 
 
 def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:

@@ -45,9 +45,7 @@ _INSERT = (
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
 _OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
-_COMPLETE = (
-    f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
-)
+_COMPLETE = f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
 _FAIL = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
     f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
@@ -191,7 +189,7 @@ def _outgoing(run_id: str, row: dict[str, Any], now: int | None = None) -> Outgo
     )  # fmt: skip
 
 
-def enter(tx: Tx, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
+def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
     """Put the run under ``rolling_back`` and write every compensation row; 0 where the run has moved on since."""
     landed = tx.run(
         _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
@@ -203,19 +201,41 @@ def enter(tx: Tx, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_a
             tx.run(
                 _INSERT,
                 (
-                    snapshot.run_id, row["sequence"], row["level"], row["actor"], row["queue"], row["priority"],
-                    json.dumps(row["options"]) if row["options"] else None, row["args"], row["undoes"], row["undoes_key"], row["policy"],
-                    row["status"], broken, row["not_before"], row["reclaim"],
-                    sent_at if row["sequence"] in first else None, now, row["error"], now if broken else None,
-                ),  # fmt: skip
+                    snapshot.run_id,
+                    row["sequence"],
+                    row["level"],
+                    row["actor"],
+                    row["queue"],
+                    row["priority"],
+                    json.dumps(row["options"]) if row["options"] else None,
+                    row["args"],
+                    row["undoes"],
+                    row["undoes_key"],
+                    row["policy"],
+                    row["status"],
+                    broken,
+                    row["not_before"],
+                    row["reclaim"],
+                    sent_at if row["sequence"] in first else None,
+                    now,
+                    row["error"],
+                    now if broken else None,
+                ),
             )
         if not plan.messages:
             run = tx.one(_RUN, (snapshot.run_id,))
             if run is not None:
                 following = _survey(snapshot.run_id, tx.all(_ROWS, (snapshot.run_id,)), settled={}, now=now)
-                history.append(tx, snapshot.run_id, now, _go_on(tx, snapshot.run_id, run, following, now))
+                engine.record(tx, snapshot.run_id, now, _go_on(tx, snapshot.run_id, run, following, now))
     return landed
 
+
+_LINES = {
+    "completed": history.COMPENSATION_COMPLETED,
+    "failed": history.COMPENSATION_FAILED,
+    "refused": history.COMPENSATION_FAILED,
+    "given_up": history.COMPENSATION_GIVEN_UP,
+}
 
 # --- driving a rollback ----------------------------------------------------------------------------------------------
 
@@ -229,6 +249,7 @@ class Outcome:
     actor: str
     attempts: int
     error: str | None = None
+    exception: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -260,8 +281,8 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
     expected = _survey(job.run_id, rows, settled={job.sequence: outcome}, now=engine.now())
     outbox.load(expected.messages)
     now = engine.now()
-    kind = "compensation.completed" if outcome.kind == "completed" else "compensation.failed"
-    line = history.line(kind, sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error)
+    kind = _LINES[outcome.kind]
+    line = history.Line(kind, sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error)
 
     def operation(tx: Tx) -> tuple[bool, bool, list[history.Line]]:
         run = tx.one(_RUN, (job.run_id,))
@@ -276,7 +297,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
                     for message in following.messages:
                         tx.run(_SENT, (now, job.run_id, message.sequence))
                 outbox.stage(tx)
-        history.append(tx, job.run_id, now, lines)
+        engine.record(tx, job.run_id, now, lines)
         return True, False, lines
 
     landed, already, lines = engine.store.write(operation)
@@ -305,7 +326,7 @@ def advance(engine: Engine, run_id: str, sender: Sender, delivery: object | None
         if run is not None and run[1] == "running":
             following = _survey(run_id, tx.all(_ROWS, (run_id,)), settled={}, now=now, unsent_only=True)
             lines = _go_on(tx, run_id, run, following, now)
-            history.append(tx, run_id, now, lines)
+            engine.record(tx, run_id, now, lines)
             if outbox.joined:
                 for message in following.messages:
                     tx.run(_SENT, (now, run_id, message.sequence))
@@ -331,7 +352,22 @@ def _survey(
         waiting: list[Outgoing] = []
         open_rows = False
         for row in levels[level]:
-            sequence, _, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at = row
+            (
+                sequence,
+                _,
+                actor,
+                queue,
+                priority,
+                options,
+                status,
+                given_up,
+                policy,
+                attempts,
+                tries,
+                error,
+                not_before,
+                sent_at,
+            ) = row
             outcome = settled.get(sequence)
             if outcome is not None:
                 status, given_up = ("completed", False) if outcome.kind == "completed" else ("failed", True)
@@ -381,8 +417,8 @@ def _go_on(tx: Tx, run_id: str, run: tuple[Any, ...], following: _Next, now: int
         return []
     undone = ", ".join(str(sequence) for sequence in following.undone) or "nothing"
     return [
-        history.line("rollback.finished", name=workflow, detail=f"{rollback}; undone: {undone}"),
-        history.line(f"flow.{ends_as}", name=workflow, error=error),
+        history.Line("rollback.finished", name=workflow, detail=f"{rollback}; undone: {undone}"),
+        history.Line(f"flow.{ends_as}", name=workflow, error=error),
     ]
 
 
@@ -404,7 +440,9 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     )
     if row is None or row[1] != outcome.attempts:
         return False
-    return bool(row[0] == ("completed" if outcome.kind == "completed" else "failed") and (outcome.kind == "completed" or row[2]))
+    return bool(
+        row[0] == ("completed" if outcome.kind == "completed" else "failed") and (outcome.kind == "completed" or row[2])
+    )
 
 
 def body_reported(engine: Engine, run_id: str, sequence: int, sender: Sender) -> None:
@@ -423,7 +461,9 @@ _HELD = "SELECT 1 FROM {compensation_runs} WHERE run_id = ? AND sequence = ? AND
 def resend(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
     """Send a pending compensation's message again, where its level is the one that runs."""
     rows = engine.store.read(lambda tx: tx.all(_ROWS, (run_id,)))
-    wanted = [message for message in _survey(run_id, rows, settled={}, now=engine.now()).messages if message.sequence == sequence]
+    wanted = [
+        message for message in _survey(run_id, rows, settled={}, now=engine.now()).messages if message.sequence == sequence
+    ]
     if not wanted:
         return False
     outbox = sender.outbox(None)

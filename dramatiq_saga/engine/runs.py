@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, digest
-from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError
+from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
 from .decision import settle_live, write_tag
@@ -78,20 +78,31 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     )
     now = engine.now()
     fingerprint = digest(run.args)
-    lines = [history.line("flow.started", name=run.workflow, payload=run.args)]
+    lines = [history.Line(history.FLOW_STARTED, name=run.workflow, payload=run.args)]
 
     def operation(tx: Tx) -> tuple[str, str] | None:
         if not tx.run(
             _INSERT,
             (
-                run.run_id, run.workflow, run.version, run.queue, run.priority, json.dumps(run.options) if run.options else None,
-                run.args, fingerprint, run.context, now, run.expires_at, now if outbox.joined else None, now,
-            ),  # fmt: skip
+                run.run_id,
+                run.workflow,
+                run.version,
+                run.queue,
+                run.priority,
+                json.dumps(run.options) if run.options else None,
+                run.args,
+                fingerprint,
+                run.context,
+                now,
+                run.expires_at,
+                now if outbox.joined else None,
+                now,
+            ),
         ):
             return tx.one(_EXISTING, (run.run_id,))  # type: ignore[return-value]
         for name, value in (run.tags or {}).items():
             write_tag(tx, run.run_id, name, value)
-        history.append(tx, run.run_id, now, lines)
+        engine.record(tx, run.run_id, now, lines)
         outbox.stage(tx)
         tx.after_commit(lambda: notify.changes(engine, run.run_id, run.workflow, now, lines))
         return None
@@ -128,14 +139,14 @@ def hold(engine: Engine, snapshot: Snapshot, error: BaseException, sender: Sende
     window = min(backoff.base_seconds * 2 ** min(snapshot.hold_count, 30), backoff.max_seconds)
     now = engine.now()
     text = describe_error(error)
-    lines = [history.line("flow.held", name=snapshot.workflow, error=text)]
+    lines = [history.Line(history.FLOW_HELD, name=snapshot.workflow, error=text)]
     outbox = sender.outbox(delivery)
     outbox.load([])
 
     def operation(tx: Tx) -> bool:
         if not tx.run(_HOLD, (text, now + int(window * 1000), snapshot.run_id, snapshot.revision)):
             return False
-        history.append(tx, snapshot.run_id, now, lines)
+        engine.record(tx, snapshot.run_id, now, lines)
         outbox.stage(tx)
         return True
 
@@ -165,8 +176,8 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
         if not tx.run(_CANCEL, (reason, now, run_id, revision)):
             return status, workflow
         settle_live(tx, run_id, now=now)
-        lines = [history.line("flow.cancelled", name=workflow, detail=reason)]
-        history.append(tx, run_id, now, lines)
+        lines = [history.Line(history.FLOW_CANCELLED, name=workflow, detail=reason)]
+        engine.record(tx, run_id, now, lines)
         tx.after_commit(lambda: notify.changes(engine, run_id, workflow, now, lines))
         return None
 
@@ -177,6 +188,14 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
     if found[0] == "missing":
         raise FlowNotFoundError(run_id)
     return _already_going(engine, run_id, "cancelled", found[0], found[1])
+
+
+def refuse_joined(engine: Engine, what: str) -> None:
+    """Refuse a call that cannot be part of the host's transaction (HOST-1)."""
+    if engine.store.joined():
+        raise SagaError(
+            f"{what} inside an open transaction of the store's database: compensations could not be sent from it; call it before or after"
+        )
 
 
 def _already_going(engine: Engine, run_id: str, intended: str, status: str, workflow: str) -> bool:
@@ -239,9 +258,11 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
         raise ConcurrentTransitionError(snapshot.run_id, "rolling_back", "about to complete")
     missed = unseen - {sequence for sequence, _ in decision.resolved}
     if missed:
-        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, sequences=sorted(missed))
+        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=min(missed))
         raise ConcurrentTransitionError(
-            snapshot.run_id, "rolling_back", f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone"
+            snapshot.run_id,
+            "rolling_back",
+            f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone",
         )
     return decision
 
@@ -251,15 +272,15 @@ def _enter(engine: Engine, snapshot: Snapshot, plan: rollback.Plan, sender: Send
     outbox = sender.outbox(None)
     outbox.load(plan.messages)
     now = engine.now()
-    lines = [history.line("compensation.started", name=snapshot.workflow, detail=plan.reason)]
+    lines = [history.Line(history.COMPENSATION_STARTED, name=snapshot.workflow, detail=plan.reason)]
 
     def operation(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
             tx.one(_STATE, (snapshot.run_id,))
-        if not rollback.enter(tx, snapshot, plan, now=now, seen=snapshot.wakes, sent_at=now if outbox.joined else None):
+        if not rollback.enter(tx, engine, snapshot, plan, now=now, seen=snapshot.wakes, sent_at=now if outbox.joined else None):
             return False
         settle_live(tx, snapshot.run_id, now=now)
-        history.append(tx, snapshot.run_id, now, lines)
+        engine.record(tx, snapshot.run_id, now, lines)
         outbox.stage(tx)
         return True
 

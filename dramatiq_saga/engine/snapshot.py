@@ -43,15 +43,33 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
         entries[sequence] = SideEffectEntry(sequence, name, freeze(bytes(value)))
     tags = dict(tx.all(_TAGS, (run_id,)))
     return Snapshot(
-        run_id, *run[:10], freeze(bytes(run[10])), None if run[11] is None else bytes(run[11]), run[12],
-        [entries[sequence] for sequence in sorted(entries)], tags,
+        run_id,
+        *run[:10],
+        freeze(bytes(run[10])),
+        None if run[11] is None else bytes(run[11]),
+        run[12],
+        [entries[sequence] for sequence in sorted(entries)],
+        tags,
     )
 
 
 def step_entry(row: tuple[Any, ...]) -> StepEntry:
     """A row of ``_STEPS`` as an entry."""
-    sequence, actor, status, given_up, attempts, cycle, result, error, optional, comp_actor, ready, from_result, on_failure = row
+    sequence, actor, status, given_up, attempts, cycle, result, error, optional, comp_actor, ready, from_result, on_failure = (
+        row
+    )
     return StepEntry(
-        sequence, actor, status, bool(given_up), attempts, cycle, None if result is None else freeze(bytes(result)), error,
-        bool(optional), comp_actor, bool(ready), bool(from_result), bool(on_failure),
+        sequence,
+        actor,
+        status,
+        bool(given_up),
+        attempts,
+        cycle,
+        None if result is None else freeze(bytes(result)),
+        error,
+        bool(optional),
+        comp_actor,
+        bool(ready),
+        bool(from_result),
+        bool(on_failure),
     )

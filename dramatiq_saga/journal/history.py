@@ -1,12 +1,21 @@
-"""The words of the history: one name for each thing that can happen to a run (EVENT-1).
+"""The history: every change of a run is one row of ``flow_events``, written in the transaction that makes it (EVENT-1).
 
-A name is what ``flow_events.type`` holds and what the typed event of :mod:`dramatiq_saga.events` carries as ``type``.
-Names are stored, so they are never renamed and never reused for something else; new ones may be added.
+The words stand first: a name is what ``flow_events.type`` holds and, where a typed event tells of the same change, what
+that event carries as ``type``. Names are stored, so they are never renamed and never reused for something else; new ones may
+be added. The writing stands below. Payloads appear as previews, and only where the settings allow it (SAFE-2).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ..codec import load_error, preview
+
+if TYPE_CHECKING:
+    from ..settings import History
+    from ..store.database import Tx
 
 FLOW_STARTED: Final = "flow.started"
 FLOW_WAITING: Final = "flow.waiting"
@@ -15,10 +24,13 @@ FLOW_COMPLETED: Final = "flow.completed"
 FLOW_FAILED: Final = "flow.failed"
 FLOW_CANCELLED: Final = "flow.cancelled"
 FLOW_EXPIRED: Final = "flow.expired"
+FLOW_HELD: Final = "flow.held"
 
 ACTION_STARTED: Final = "action.started"
 ACTION_COMPLETED: Final = "action.completed"
 ACTION_FAILED: Final = "action.failed"
+ACTION_GIVEN_UP: Final = "action.given_up"
+ACTION_RELEASED: Final = "action.released"
 ACTION_OPTIONAL_FAILED: Final = "action.optional_failed"
 ACTION_EXPIRED: Final = "action.expired"
 ACTION_AWAITING_RETRY: Final = "action.awaiting_retry"
@@ -30,6 +42,9 @@ COMPENSATION_STARTED: Final = "compensation.started"
 COMPENSATION_STEP_STARTED: Final = "compensation.step_started"
 COMPENSATION_COMPLETED: Final = "compensation.completed"
 COMPENSATION_FAILED: Final = "compensation.failed"
+COMPENSATION_GIVEN_UP: Final = "compensation.given_up"
+COMPENSATION_STEP_RELEASED: Final = "compensation.step_released"
+COMPENSATION_REDISPATCHED: Final = "compensation.redispatched"
 COMPENSATION_OUTCOME_REJECTED: Final = "compensation.outcome_rejected"
 ROLLBACK_FINISHED: Final = "rollback.finished"
 
@@ -48,3 +63,41 @@ SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
 #: Told to listeners only: a refused outcome changes no row and adds no history (FENCE-1).
 NOT_RECORDED: Final = frozenset({ACTION_OUTCOME_REJECTED, COMPENSATION_OUTCOME_REJECTED})
+
+
+class Line(NamedTuple):
+    """One change of a run, before it is written."""
+
+    type: str
+    sequence: int | None = None
+    name: str | None = None
+    attempt: int | None = None
+    payload: bytes | None = None  # in stored form: previewed when written
+    error: str | None = None  # as ``codec.describe_error`` made it
+    detail: str | None = None
+
+
+@lru_cache(maxsize=64)
+def _insert(count: int) -> str:
+    row = "(?, ?, ?, ?, ?, ?, ?)"
+    return "INSERT INTO {flow_events} (run_id, at, type, sequence, name, attempt, detail) VALUES " + ", ".join([row] * count)
+
+
+def append(tx: Tx, run_id: str, now: int, lines: Sequence[Line], settings: History) -> None:
+    """Write ``lines`` in one statement, in the transaction of the changes they tell of."""
+    if not lines:
+        return
+    params: list[object] = []
+    for line in lines:
+        params += (run_id, now, line.type, line.sequence, line.name, line.attempt, _detail(line, settings))
+    tx.run(_insert(len(lines)), params)
+
+
+def _detail(line: Line, settings: History) -> str | None:
+    if line.payload is not None:
+        return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
+    if line.error is not None:
+        error = load_error(line.error)
+        kind = error["type"].removeprefix("builtins.")
+        return f"{kind}: {error['message']}" if settings.store_exceptions else kind
+    return line.detail

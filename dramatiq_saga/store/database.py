@@ -127,6 +127,32 @@ class Store:
             run_callbacks(callbacks)
         return value
 
+    def abandon_host_transaction(self) -> bool:
+        """Roll back a transaction of ``database`` that the calling thread has left open; false where there is none.
+
+        For the code that called a step's body: what the body left uncommitted is not its work, and must not be joined (C59).
+        """
+        if not self.database.in_transaction() or getattr(self._local, "tx", None) is not None:
+            return False
+        self.database.rollback()
+        while self.database.transaction_depth():
+            self.database.pop_transaction()
+        return True
+
+    def is_same_database(self, database: str | Path | Database) -> bool:
+        """Whether ``database`` (a path, a URL or a ``Database``) names the database that this store is on."""
+        if isinstance(database, DatabaseProxy):
+            database = cast("Database", database.obj)
+        if isinstance(database, Database):
+            return database is self.database
+        other = new_sqlite(str(database)) if isinstance(database, Path) else _from_text(database)
+        if type(other) is not type(self.database) or is_memory(self.database):
+            return False
+        if isinstance(other, SqliteDatabase):
+            mine, theirs = file_of(self.database), file_of(other)
+            return mine is not None and theirs is not None and os.path.realpath(mine) == os.path.realpath(theirs)
+        return (other.database, other.connect_params) == (self.database.database, self.database.connect_params)
+
     def joined(self) -> bool:
         """Whether the calling thread has a transaction of ``database`` open, or is inside an operation: calls would join it."""
         return self.database.in_transaction() and self._joining.is_open()
@@ -154,6 +180,14 @@ class Store:
     def check_schema(self) -> None:
         """Raise SchemaVersionError unless the tables are the ones that this code needs (SAFE-3)."""
         self._expect(self.schema_version())
+
+    def prepare(self) -> None:
+        """Open the database and see to the tables now: create them where that is allowed, else check them.
+
+        Raises SchemaVersionError for tables that are missing, older or newer (SAFE-3), DatabaseUnusableError where the
+        database cannot be opened.
+        """
+        self._control(self._prepare)
 
     def migrate(self) -> list[str]:
         """Create the tables or bring them up to date; safe to call from many processes at once, and again.

@@ -116,13 +116,16 @@ def set_up() -> None:
         if stamp.read_text() == wanted and venv_python().exists():
             return
     print(f"Setting up {VENV} (once; a minute or two, needs the network)", flush=True)
-    stamp.unlink(missing_ok=True)
     if not venv_works():
         make_venv()
-    if not install():
-        make_venv()  # half of an earlier attempt may stand in the way: once more, from nothing
-        if not install():
-            raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
+    if stamp.exists():
+        stamp.write_text("begun")
+    done = install()
+    if not done and not stamp.exists():
+        make_venv()  # half of a first attempt may stand in the way: once more, from nothing
+        done = install()
+    if not done:
+        raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
     stamp.write_text(wanted)
 
 

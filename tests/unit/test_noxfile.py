@@ -102,6 +102,18 @@ def test_what_cannot_be_installed_over_leftovers_is_tried_from_nothing(checkout:
     assert checkout.set_up() == ["install", "make", "install"]
 
 
+def test_what_worked_once_is_not_thrown_away_for_a_network_that_is_down(checkout: Checkout) -> None:
+    checkout.set_up()
+    (checkout.root / "setup.cfg").write_text("changed")
+    checkout.install_succeeds = [False]
+    with pytest.raises(checkout.noxfile.SetUpError):
+        checkout.set_up()
+    assert checkout.done == ["install"]
+    (checkout.root / "setup.cfg").write_text("setup.cfg")
+    checkout.install_succeeds = [True]
+    assert checkout.set_up() == ["install"]  # who knows how far the failed attempt came
+
+
 def test_a_set_up_that_fails_is_not_taken_for_done(checkout: Checkout) -> None:
     checkout.install_succeeds = [False]
     with pytest.raises(checkout.noxfile.SetUpError, match="pip says why"):

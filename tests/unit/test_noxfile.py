@@ -167,6 +167,6 @@ def test_arguments_go_to_the_last_command_and_the_first_failure_ends_the_job(
 
 
 def test_every_job_is_a_session_of_nox_too(original: ModuleType) -> None:
-    for job in original.JOBS:
+    for job in original.JOBS.keys() - {"setup"}:
         session = getattr(original, job)
         assert inspect.signature(inspect.unwrap(session.func if hasattr(session, "func") else session)).parameters

@@ -1,5 +1,71 @@
-"""dramatiq-saga: durable sagas on Dramatiq workers. The names of the public API, and nothing else."""
+"""dramatiq-saga: durable sagas on Dramatiq workers. The names a user types; everything else is in the modules below."""
 
-from __future__ import annotations
+from .errors import (
+    FlowCancelledError,
+    FlowError,
+    FlowExpiredError,
+    FlowFailedError,
+    FlowNotFoundError,
+    NotSerializableError,
+    ResultMissing,
+    ResultTimeout,
+    RunConflictError,
+    SagaError,
+    SettingsError,
+    StepExpiredError,
+    StepFailedError,
+)
+from .flow import Flow
+from .handle import FlowHandle, get_flow
+from .middleware import SagaMiddleware
+from .query import FlowQuery, query
+from .settings import Settings
+from .statuses import (
+    ActionStatus,
+    ChildClosePolicy,
+    ChildStatus,
+    CompensationFailurePolicy,
+    CompensationStatus,
+    FlowStatus,
+    ParallelFailurePolicy,
+    RollbackStatus,
+    SignalStatus,
+)
+from .step import Step, current_step
+from .workflow import Workflow, workflow
 
-__all__: list[str] = []
+__all__ = [
+    "ActionStatus",
+    "ChildClosePolicy",
+    "ChildStatus",
+    "CompensationFailurePolicy",
+    "CompensationStatus",
+    "Flow",
+    "FlowCancelledError",
+    "FlowError",
+    "FlowExpiredError",
+    "FlowFailedError",
+    "FlowHandle",
+    "FlowNotFoundError",
+    "FlowQuery",
+    "FlowStatus",
+    "NotSerializableError",
+    "ParallelFailurePolicy",
+    "ResultMissing",
+    "ResultTimeout",
+    "RollbackStatus",
+    "RunConflictError",
+    "SagaError",
+    "SagaMiddleware",
+    "Settings",
+    "SettingsError",
+    "SignalStatus",
+    "Step",
+    "StepExpiredError",
+    "StepFailedError",
+    "Workflow",
+    "current_step",
+    "get_flow",
+    "query",
+    "workflow",
+]

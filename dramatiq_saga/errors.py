@@ -7,14 +7,41 @@ anything of ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from dramatiq.middleware import MiddlewareError
 from dramatiq.results.errors import ResultMissing as _DramatiqResultMissing
 from dramatiq.results.errors import ResultTimeout as _DramatiqResultTimeout
 
 
 class SagaError(Exception):
     """Root of all errors raised by dramatiq-saga."""
+
+
+# --- names of classes ------------------------------------------------------------------------------------------------
+
+
+def qualified_name(cls: type) -> str:
+    """A class's name as it is stored: ``builtins.ValueError``, ``shop.errors.CardDeclined``."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_named(names: Iterable[str], cls_or_name: type[BaseException] | str) -> bool:
+    """Whether stored class names include that class.
+
+    A class is compared by its qualified name. A string may be that name or any dotted tail of it: ``"ValueError"``,
+    ``"CardDeclined"``, ``"errors.CardDeclined"``, ``"shop.errors.CardDeclined"``.
+    """
+    if isinstance(cls_or_name, str):
+        tail = "." + cls_or_name
+        return any(name == cls_or_name or name.endswith(tail) for name in names)
+    wanted = qualified_name(cls_or_name)
+    return any(name == wanted for name in names)
+
+
+def _shown_type(name: str) -> str:
+    return name.removeprefix("builtins.")
 
 
 # --- what a workflow function may catch ------------------------------------------------------------------------------
@@ -27,8 +54,10 @@ class FlowError(SagaError):
 class StepFailedError(FlowError):
     """A step has failed for good: its native tries are spent, or it was given up at once.
 
-    ``error_type`` is the original class's name; :meth:`is_a` also knows the names of its bases, so branching on a cause
-    never needs the class itself (CODEC-4). ``cause`` is the recorded cause of the original error, if it had one.
+    ``error_type`` is the qualified name of the original error's class and ``bases`` are those of its whole line of descent,
+    so :meth:`is_a` can branch on a cause without the class itself (CODEC-4). ``code`` is the original error's own ``code``
+    where that was a plain value. ``cause`` is the recorded cause of the original error, if it had one: a dict with the keys
+    ``type, bases, message, code, traceback, cause``.
     """
 
     def __init__(
@@ -40,8 +69,9 @@ class StepFailedError(FlowError):
         traceback: str = "",
         cause: dict[str, Any] | None = None,
         bases: tuple[str, ...] = (),
+        code: str | int | float | None = None,
     ) -> None:
-        super().__init__(actor_name, sequence, error_type, message, traceback, cause, bases)
+        super().__init__(actor_name, sequence, error_type, message, traceback, cause, bases, code)
         self.actor_name = actor_name
         self.sequence = sequence
         self.error_type = error_type
@@ -49,20 +79,48 @@ class StepFailedError(FlowError):
         self.traceback = traceback
         self.cause = cause
         self.bases = bases
+        self.code = code
 
     def __str__(self) -> str:
-        return f"step {self.sequence} ({self.actor_name}) failed: {self.error_type}: {self.message}"
+        return f"step {self.sequence} ({self.actor_name}) failed: {_shown_type(self.error_type)}: {self.message}"
 
     def is_a(self, cls_or_name: type[BaseException] | str) -> bool:
         """Whether the original error was an instance of that class, judged by recorded names.
 
         A name may be bare (``"ValueError"``) or qualified (``"shop.errors.CardDeclined"``).
         """
-        if isinstance(cls_or_name, str):
-            wanted = cls_or_name
-            return any(name == wanted or name.rsplit(".", 1)[-1] == wanted for name in (self.error_type, *self.bases))
-        wanted = f"{cls_or_name.__module__}.{cls_or_name.__qualname__}"
-        return any(name in (wanted, cls_or_name.__qualname__ if cls_or_name.__module__ == "builtins" else wanted) for name in self.bases)
+        return is_named((self.error_type, *self.bases), cls_or_name)
+
+    def recorded(self) -> dict[str, Any]:
+        """The original error as it is recorded."""
+        return {
+            "type": self.error_type,
+            "bases": list(self.bases),
+            "message": self.message,
+            "code": self.code,
+            "traceback": self.traceback,
+            "cause": self.cause,
+        }
+
+
+class StepInterruptedError(StepFailedError):
+    """A step was claimed as often as allowed and never reported an outcome (RECLAIM-6)."""
+
+    def __init__(
+        self,
+        actor_name: str,
+        sequence: int,
+        error_type: str = "dramatiq_saga.errors.StepInterruptedError",
+        message: str = "it was claimed as often as allowed and never reported an outcome",
+        traceback: str = "",
+        cause: dict[str, Any] | None = None,
+        bases: tuple[str, ...] = (),
+        code: str | int | float | None = None,
+    ) -> None:
+        super().__init__(actor_name, sequence, error_type, message, traceback, cause, bases or _INTERRUPTED_BASES, code)
+
+    def __str__(self) -> str:
+        return f"step {self.sequence} ({self.actor_name}) was interrupted: {self.message}"
 
 
 class StepExpiredError(FlowError):
@@ -75,10 +133,6 @@ class StepExpiredError(FlowError):
 
     def __str__(self) -> str:
         return f"step {self.sequence} ({self.actor_name}) was not settled before its deadline"
-
-
-class StepInterruptedError(StepFailedError):
-    """A step was claimed as often as allowed and never reported an outcome (RECLAIM-6)."""
 
 
 class SignalTimeoutError(FlowError):
@@ -94,14 +148,17 @@ class SignalTimeoutError(FlowError):
 
 
 class ChildError(FlowError):
-    """A child workflow did not complete."""
+    """A child workflow did not complete. ``cause`` is the recorded error that ended the child run, if there is one."""
 
-    def __init__(self, workflow_name: str, child_id: str, sequence: int, message: str = "") -> None:
-        super().__init__(workflow_name, child_id, sequence, message)
+    def __init__(
+        self, workflow_name: str, child_id: str, sequence: int, message: str = "", cause: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(workflow_name, child_id, sequence, message, cause)
         self.workflow_name = workflow_name
         self.child_id = child_id
         self.sequence = sequence
         self.message = message
+        self.cause = cause
 
     def __str__(self) -> str:
         detail = f": {self.message}" if self.message else ""
@@ -149,7 +206,7 @@ class FlowEndedError(SagaError):
     def __str__(self) -> str:
         detail = ""
         if self.cause:
-            detail = f": {self.cause.get('type')}: {self.cause.get('message')}"
+            detail = f": {_shown_type(str(self.cause.get('type')))}: {self.cause.get('message')}"
         elif self.reason:
             detail = f": {self.reason}"
         return f"run {self.run_id} of {self.workflow_name} {self._verb}{detail}"
@@ -202,7 +259,7 @@ class CannotSignalFlowError(SagaError):
         self.status = status
 
     def __str__(self) -> str:
-        return f"run {self.run_id} is {self.status} and takes no signals"
+        return f"run {self.run_id} is {self.status} and takes no signals; where that is expected, call signal_if_running()"
 
 
 class CannotSignalTerminalFlowError(CannotSignalFlowError):
@@ -223,11 +280,11 @@ class ConcurrentTransitionError(SagaError):
         self.actual = actual
 
     def __str__(self) -> str:
-        return f"run {self.run_id} cannot become {self.intended}: it is {self.actual}"
+        return f"run {self.run_id} cannot become {self.intended}: it is {self.actual}, and that stands"
 
 
 class NotSerializableError(SagaError, TypeError):
-    """A value cannot be stored. ``path`` leads to it, for example ``kwargs['when']`` or ``args[0].items[3]``."""
+    """A value cannot be stored. ``path`` leads to it, for example ``kwargs['when']`` or ``args[0]['items'][3]``."""
 
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(path, detail)
@@ -235,7 +292,10 @@ class NotSerializableError(SagaError, TypeError):
         self.detail = detail
 
     def __str__(self) -> str:
-        return f"{self.path} cannot be stored: {self.detail}; pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder)"
+        return (
+            f"{self.path} cannot be stored: {self.detail}; "
+            "pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder)"
+        )
 
 
 class WouldBlockError(SagaError):
@@ -247,7 +307,10 @@ class WouldBlockError(SagaError):
         self.waiting_for = waiting_for
 
     def __str__(self) -> str:
-        return f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; start it with send() instead"
+        return (
+            f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; "
+            "start it with send() instead"
+        )
 
 
 class SettingsError(SagaError, ValueError):
@@ -273,12 +336,16 @@ class SchemaVersionError(SagaError):
     def __str__(self) -> str:
         if self.found is None:
             return "the tables of dramatiq-saga are missing: run `dramatiq-saga init`, or set schema.auto_create"
-        if self.found > self.expected:
-            return f"the schema is at {self.found}, newer than this code ({self.expected}): upgrade dramatiq-saga on this machine"
+        if _version(self.found) > _version(self.expected):
+            return f"the schema is at {self.found}, newer than this code ({self.expected}): upgrade dramatiq-saga here"
         return f"the schema is at {self.found}, this code needs {self.expected}: run `dramatiq-saga init` to migrate it"
 
 
-class MiddlewareOrderError(SagaError):
+def _version(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdecimal() else (0, text)
+
+
+class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 
 
@@ -287,11 +354,33 @@ class DatabaseUnusableError(SagaError):
 
 
 class StoreError(SagaError):
-    """A write to the store did not happen, or nobody can say whether it did."""
+    """A write to the store did not happen, or nobody can say whether it did.
+
+    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body``, ``commit`` or ``rollback``.
+    ``sqlite_errorcode`` is SQLite's extended result code, where SQLite gave one. ``executed`` tells whether the operation's
+    function was called at all, so whether any of its statements may have been tried.
+    """
+
+    def __init__(self, detail: str, phase: str = "body", sqlite_errorcode: int | None = None, executed: bool = False) -> None:
+        super().__init__(detail, phase, sqlite_errorcode, executed)
+        self.detail = detail
+        self.phase = phase
+        self.sqlite_errorcode = sqlite_errorcode
+        self.executed = executed
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class WriteRefusedError(StoreError):
-    """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again."""
+    """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again.
+
+    ``sqlite_errorcode`` is SQLite's extended result code, ``None`` on other databases; ``__cause__`` is the driver's error.
+    """
+
+    def __init__(self, message: str, *, sqlite_errorcode: int | None = None) -> None:
+        super().__init__(message)
+        self.sqlite_errorcode = sqlite_errorcode
 
 
 class WriteUnknownError(StoreError):
@@ -334,7 +423,7 @@ class SuspensionSwallowedError(SagaError):
         return (type(self), ())
 
 
-class SendInsideWorkflowError(SagaError):
+class SendInsideWorkflowError(SagaError, MiddlewareError):
     """A workflow function sent a message, started a run or signalled one by another way than ``flow``."""
 
     def __init__(self, what: str) -> None:
@@ -375,6 +464,10 @@ class MessageTooOldError(SagaError):
     """A step's message was refused for its age (``max_age``) before it could run (NATIVE-3)."""
 
 
+class MessageSkippedError(SagaError):
+    """A middleware of the broker skipped a step's message before it could run (NATIVE-3)."""
+
+
 class UnknownActorError(SagaError):
     """No worker knows the step's actor (NATIVE-3)."""
 
@@ -385,3 +478,6 @@ class CompensationFailedError(SagaError):
 
 class CompensationUnfinishedError(SagaError):
     """A compensation had not finished when its level ended (COMP-4, PAR-3)."""
+
+
+_INTERRUPTED_BASES = tuple(qualified_name(cls) for cls in StepInterruptedError.__mro__ if cls is not object)

@@ -413,10 +413,12 @@ def build(database: Database, prefix: str) -> Models:
         Meta = meta("results")
 
     def index(model: type[Model], name: str, *columns: str, where: str | None = None, unique: bool = False) -> None:
-        # differs because: MySQL and MariaDB have no partial indexes; there the status leads the key instead
+        # differs because: MySQL and MariaDB have no partial indexes; there the column that the predicate asks for leads the
+        # key instead, so that a look-up (or a row lock) still touches live rows only
         names = list(columns)
-        if mysql and where is not None and "status" in where and "status" not in names:
-            names.insert(0, "status")
+        for leading in ("status", "state"):
+            if mysql and where is not None and leading + " " in where and leading not in names:
+                names.insert(0, leading)
         unique_sql = "UNIQUE " if unique else ""
         predicate = f" WHERE {where}" if where and not mysql else ""
         exists = "" if mysql else "IF NOT EXISTS "
@@ -440,8 +442,8 @@ def build(database: Database, prefix: str) -> Models:
     index(Tag, "tag_value", "name", "value")
     index(FlowEvent, "event_run", "run_id", "id")
     index(QueueMessage, "queue_ready", "queue", "priority", "enqueued_at", "id", where="state = 0")
-    index(QueueMessage, "queue_delayed", "available_at", where="state = 1")
-    index(QueueMessage, "queue_leased", "lease_until", where="state = 2")
+    index(QueueMessage, "queue_delayed", "queue", "available_at", where="state = 1")
+    index(QueueMessage, "queue_leased", "queue", "lease_until", where="state = 2")
     index(QueueMessage, "queue_dead", "died_at", where="state = 3")
     index(RateLimit, "rate_expiry", "expires_at")
     index(Result, "result_expiry", "expires_at")

@@ -1,0 +1,411 @@
+"""A Dramatiq broker on a database: queues are rows, and messages join the transactions that make them necessary.
+
+Its invariant: a message leaves the table only by the statement that repeats its reservation's whole fence (QUEUE-2), or by
+an operator's purge. Delayed messages stay in the table until due (QUEUE-1). It must never open a connection at import or
+construction, and never raise Dramatiq's BrokerConnectionError where repeating would not help.
+
+Around it: ``reservations`` is the SQL, ``consumer`` the waiting, ``settlement`` the end of a delivery, ``process`` what one
+process holds, ``leases`` keeps long work reserved, ``wake`` notices other processes, ``dead_letters`` is for operators,
+``sqlite`` adds the guards.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import peewee
+from dramatiq.broker import Broker, MessageProxy
+from dramatiq.common import q_name
+from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
+from dramatiq.message import Message
+from dramatiq.middleware import Interrupt, Middleware
+
+from ..errors import SettingsError, StoreError
+from ..store.database import Store, Tx, open_store
+from . import dead_letters, reservations, settlement
+from .consumer import LOOK_ANYWAY, DatabaseConsumer
+from .dead_letters import DeadLetter, QueueStats
+from .messages import DatabaseMessageProxy, Prepared, Reservation
+from .process import Deliveries
+
+if TYPE_CHECKING:
+    from ..clock import Clock
+
+#: On database servers an idle consumer doubles its pause up to this many seconds.
+MAX_SERVER_PAUSE = 0.25
+
+#: Milliseconds are stored; a delay beyond this is a mistake.
+_MAX_DELAY = 1000 * 86400 * 366 * 100
+
+
+class DatabaseBroker(Broker):
+    """Keeps Dramatiq's queues in a database: SQLite, PostgreSQL, MariaDB or MySQL.
+
+    Parameters:
+      database: A URL, a path to an SQLite file, or a Peewee ``Database``.
+      retry_after: Seconds after which a message whose worker is not heard from is delivered again. A live worker extends
+        its reservations, so this need not exceed the longest actor, only the longest time that one piece of C code keeps
+        the interpreter to itself, and the longest lock on an SQLite file.
+      poll_interval: Seconds between two looks for what other processes have sent. On database servers an idle consumer's
+        pause doubles from here up to a quarter of a second.
+      extend_every: Seconds between two extensions of what is held; a quarter of ``retry_after`` unless given.
+      middleware: As in :class:`dramatiq.Broker`.
+      prefix: Goes before the name of every table.
+      clock: Where "now" comes from.
+
+    Raises:
+      SettingsError: A setting cannot work; it is named by its key.
+    """
+
+    def __init__(
+        self,
+        database: str | Path | peewee.Database,
+        *,
+        retry_after: float = 60,
+        poll_interval: float = 0.01,
+        extend_every: float | None = None,
+        middleware: list[Middleware] | None = None,
+        prefix: str = "saga_",
+        clock: Clock | None = None,
+    ) -> None:
+        _require_positive("retry_after", retry_after)
+        _require_positive("poll_interval", poll_interval)
+        every = retry_after / 4 if extend_every is None else extend_every
+        _require_positive("extend_every", every)
+        if every * 2 > retry_after:
+            raise SettingsError(
+                "extend_every", f"{every} s is too long for retry_after={retry_after} s: a lease must outlive two extensions"
+            )
+        super().__init__(middleware=middleware)
+        self.queues = set(self.queues)
+        self.store: Store = open_store(database, prefix=prefix, clock=clock)
+        self.retry_after = retry_after
+        self.poll_interval = poll_interval
+        self.extend_every = every
+        self.polls = self.store.dialect != "sqlite"
+        self._lease_ms = round(retry_after * 1000)
+        self._hooks = threading.local()  # .proxy: the delivery whose after hooks run in this thread
+        self._here = Deliveries(self)
+
+    @property
+    def here(self) -> Deliveries:
+        """What belongs to this process alone."""
+        if self._here.pid != os.getpid():
+            self._here = Deliveries(self)
+        return self._here
+
+    def close(self) -> None:
+        """Stop the helper threads and close this process's connections. What is still held is left to its lease."""
+        self.here.stop()
+        self.store.close()
+
+    # --- Dramatiq's signals ------------------------------------------------------------------------------------------
+
+    def emit_before(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        if signal == "process_message":
+            if type(args[0]) is DatabaseMessageProxy:
+                args[0].thread = threading.current_thread()
+        elif signal == "worker_boot":
+            self.here.worker_boots(args[0])
+        elif signal == "worker_shutdown":
+            self.here.worker_stops(args[0])
+        super().emit_before(signal, *args, **kwargs)
+        if signal in ("worker_thread_shutdown", "consumer_thread_shutdown"):
+            self.store.close_thread()
+
+    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        if signal in ("process_message", "skip_message") and type(args[0]) is DatabaseMessageProxy:
+            self._after_processing(signal, args[0], **kwargs)
+            return
+        if signal == "worker_thread_boot":
+            self.here.worker_thread_boots(args[0])
+        super().emit_after(signal, *args, **kwargs)
+        if signal == "worker_shutdown":
+            self.here.worker_stopped()
+
+    def _after_processing(self, signal: str, proxy: DatabaseMessageProxy, **kwargs: Any) -> None:
+        """Run the after hooks; what they send is kept for the acknowledgement (see ``settlement``).
+
+        Dramatiq swallows what goes wrong in here and acknowledges all the same. An interrupt (a time limit that ran out a
+        moment too late, a shutdown) can cut the hooks short, Retries among them. While an error is being handled, that
+        would first acknowledge the message and then end the worker thread; so the acknowledgement is withheld, the message
+        comes back after its lease, and the thread goes on.
+        """
+        self._hooks.proxy = proxy
+        try:
+            super().emit_after(signal, proxy, **kwargs)
+        except Interrupt as interrupt:
+            if kwargs.get("exception") is None:
+                raise
+            proxy.withheld = f"{type(interrupt).__name__} cut its after hooks short"
+        finally:
+            self._hooks.proxy = None
+
+    # --- queues ------------------------------------------------------------------------------------------------------
+
+    def declare_queue(self, queue_name: str) -> None:
+        """Declare a queue; nothing happens when it is declared already. There are no delay queues."""
+        if queue_name not in self.queues:
+            self.emit_before("declare_queue", queue_name)
+            self.queues.add(queue_name)
+            self.emit_after("declare_queue", queue_name)
+
+    def get_declared_queues(self) -> set[str]:
+        return set(self.queues)
+
+    def flush(self, queue_name: str) -> None:
+        """Delete every message of a queue, delayed and reserved ones too. Dead letters stay (:meth:`purge_dead_letters`)."""
+        self.store.write(lambda tx: dead_letters.flush(tx, queue_name))
+
+    def flush_all(self) -> None:
+        for queue_name in self.get_declared_queues():
+            self.flush(queue_name)
+
+    def join(self, queue_name: str, *, interval: int = 20, timeout: int | None = None) -> None:
+        """Wait until a queue holds nothing but dead letters: nothing ready, delayed or reserved. For tests.
+
+        Raises:
+          QueueJoinTimeout: ``timeout`` milliseconds have passed.
+          QueueNotFound: The queue was never declared.
+        """
+        if queue_name not in self.queues:
+            raise QueueNotFound(queue_name)
+        deadline = None if timeout is None else time.monotonic() + timeout / 1000
+        while not self.store.read(lambda tx: reservations.peek(tx, queue_name)).is_empty:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise QueueJoinTimeout(queue_name)
+            time.sleep(interval / 1000)
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def enqueue(self, message: Message[Any], *, delay: int | None = None) -> Message[Any]:
+        """Store a message, to be delivered after ``delay`` milliseconds (or at its ``eta`` option).
+
+        Inside an open transaction of the store's own ``Database`` object it commits or vanishes with that transaction.
+        Called by an after hook, it is stored with the acknowledgement of the message at hand. A retry (Dramatiq's Retries
+        hands over the delivered message itself, one try further) turns the delivered row into its next try.
+
+        Raises:
+          QueueNotFound: The queue was never declared here.
+          WriteRefusedError: The database refused; nothing was stored.
+          WriteUnknownError: Nobody can say whether it was stored.
+        """
+        prepared = self.prepare(message, delay=delay)
+        retried = message if type(message) is DatabaseMessageProxy and message.was_retried and not message.settled else None
+        current = getattr(self._hooks, "proxy", None)
+        if current is not None and not current.settled and not self.store.joined():
+            if retried is current:
+                current.retry = prepared
+            else:
+                current.follow_ups = [*(current.follow_ups or ()), prepared]
+        elif retried is not None:
+            self._retry_now(retried, prepared)
+        else:
+            self.store.write(lambda tx: self._stage_and_announce(tx, prepared))
+        return prepared.message
+
+    def _stage_and_announce(self, tx: Tx, prepared: Prepared) -> None:
+        reservations.insert(tx, prepared, now=self.store.clock.now())
+        tx.after_commit(lambda: self.announce((prepared,)))
+
+    def _retry_now(self, proxy: DatabaseMessageProxy, prepared: Prepared) -> None:
+        """A retry asked for outside the after hooks: one fenced UPDATE at once. If it fails, so does the acknowledgement."""
+        try:
+            landed = self.store.write(
+                lambda tx: reservations.postpone(tx, proxy.reservation, prepared, now=self.store.clock.now())
+            )
+        except BaseException:
+            proxy.withheld = "its retry could not be stored"
+            raise
+        proxy.settled = True
+        self.here.let_go(proxy)
+        if landed:
+            self.announce((prepared,))
+        else:
+            settlement.report_lost(self, proxy, "retry")
+
+    def prepare(self, message: Message[Any], *, delay: int | None = None) -> Prepared:
+        """Encode a message and run the ``before_enqueue`` hooks, in the caller's thread. Nothing is stored yet.
+
+        The hooks see the ``eta`` option of a delayed message, as with Dramatiq's own brokers; the stored form has none,
+        because a worker would hold it in memory.
+        """
+        if isinstance(message, MessageProxy):
+            message = message._message
+        queue = q_name(message.queue_name)
+        if queue not in self.queues:
+            raise QueueNotFound(queue)
+        options = message.options
+        if delay is None:
+            due_at = _eta(options, self.store.clock)
+        else:
+            due_at = self.store.clock.now() + min(round(delay), _MAX_DELAY) if delay > 0 else None
+        if due_at is not None:
+            message = message.copy(queue_name=queue, options={"eta": due_at})
+        elif "eta" in options or queue != message.queue_name:
+            message = replace(message, queue_name=queue, options=_without_eta(options))
+        self.emit_before("enqueue", message, delay)
+        stored = replace(message, options=_without_eta(message.options)) if "eta" in message.options else message
+        return Prepared(message, queue, stored.encode(), self._priority_of(message), due_at, delay)
+
+    def _priority_of(self, message: Message[Any]) -> int:
+        priority = message.options.get("priority")
+        if isinstance(priority, int):
+            return priority
+        actor = self.actors.get(message.actor_name)
+        return actor.priority if actor is not None else 0
+
+    # --- for an engine whose rows share transactions with their messages -----------------------------------------------
+
+    def stage(self, tx: Tx, prepared: Prepared, reservation: Reservation | None = None) -> None:
+        """Store a prepared message inside ``tx``; :meth:`announce` it once that has committed.
+
+        Given a reservation that is still ours, its row becomes the message and keeps its age (QUEUE-1); the delivery
+        that held it is over, and its proxy has to be marked settled. A lost reservation costs nothing: the message gets a
+        row of its own.
+        """
+        now = self.store.clock.now()
+        if reservation is None or not reservations.recycle(tx, reservation, prepared, now=now):
+            reservations.insert(tx, prepared, now=now)
+
+    def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
+        """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""
+        return reservations.retain(tx, reservation, prepared)
+
+    def release(self, tx: Tx, reservation: Reservation, *, delay: int = 0) -> bool:
+        """Put our row back, due after ``delay`` milliseconds; this attempt is not counted. False when it was lost."""
+        now = self.store.clock.now()
+        return reservations.give_back(tx, reservation, due_at=now + delay, now=now)
+
+    def settle(self, tx: Tx, reservation: Reservation) -> bool:
+        """Delete our row inside ``tx``: what the acknowledgement would do later. False when it was lost (QUEUE-2)."""
+        return reservations.delete(tx, reservation)
+
+    def announce(self, prepared: Sequence[Prepared]) -> None:
+        """After the commit: wake this process's consumers and run the ``after_enqueue`` hooks. Other processes notice."""
+        for one in prepared:
+            self.here.arrived(one.queue, one.due_at)
+        for one in prepared:
+            self.emit_after("enqueue", one.message, one.delay)
+
+    # --- consuming ---------------------------------------------------------------------------------------------------
+
+    def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 30000) -> DatabaseConsumer:
+        """An iterator over a queue's messages; starts the threads that extend leases and notice other processes.
+
+        Raises:
+          QueueNotFound: The queue was never declared.
+        """
+        if queue_name not in self.queues:
+            raise QueueNotFound(queue_name)
+        consumer = DatabaseConsumer(self, queue_name, prefetch=prefetch, timeout=timeout)
+        self.here.add(consumer)
+        return consumer
+
+    def idle_pause(self, fruitless: int) -> float:
+        """Seconds that a consumer may wait without looking, after so many looks that found nothing."""
+        if not self.polls:
+            return LOOK_ANYWAY
+        return max(self.poll_interval, min(MAX_SERVER_PAUSE, self.poll_interval * 2 ** min(fruitless, 16)))
+
+    def reserve(self, queue: str, limit: int) -> list[reservations.Delivery] | None:
+        """Reserve up to ``limit`` messages in one transaction. ``None``: refused, nothing has changed, look again later.
+
+        Raises:
+          StoreError: This thread has a transaction of its own open, which would decide about the reservation.
+        """
+        if self.store.joined():
+            raise StoreError("cannot reserve messages inside an open transaction of the same database: end it first")
+        clock, lease = self.store.clock, self._lease_ms
+
+        def operation(tx: Tx) -> list[reservations.Delivery]:
+            now = clock.now()
+            return reservations.reserve(tx, queue, limit, now=now, lease_until=now + lease)
+
+        return self.run_reservation(queue, operation)
+
+    def run_reservation(
+        self, queue: str, operation: Callable[[Tx], list[reservations.Delivery]]
+    ) -> list[reservations.Delivery] | None:
+        """Run a reservation: plain. The SQLite broker's guard stands here (QUEUE-3)."""
+        try:
+            return self.store.submit(operation).result()
+        except Exception as error:
+            raise self._for_dramatiq(error) from error
+
+    def acknowledge(self, proxy: DatabaseMessageProxy) -> None:
+        """Delete the row of this delivery, and store what its after hooks have sent, in one transaction (QUEUE-2).
+
+        A reservation that another worker has taken over is reported and left alone. Errors other than a lost connection
+        to a server are raised once; the row then stays reserved until its lease lapses.
+        """
+        settlement.end(self, proxy, reason=None)
+
+    def reject(self, proxy: DatabaseMessageProxy) -> None:
+        """Make this delivery's row a dead letter with its reason; otherwise as :meth:`acknowledge`."""
+        settlement.end(self, proxy, reason=dead_letters.reason_of(proxy))
+
+    def run_settlement(self, operation: settlement.Settlement) -> bool:
+        """Run a settlement: plain. The SQLite broker's guard stands here (QUEUE-4)."""
+        try:
+            return self.store.submit(operation).result()
+        except Exception as error:
+            raise self._for_dramatiq(error) from error
+
+    def _for_dramatiq(self, error: Exception) -> Exception:
+        """A lost connection to a server as Dramatiq's own error, which makes it wait and repeat; others as they are.
+
+        Repeating is safe because every statement is fenced. On SQLite there is no connection to lose.
+        """
+        if self.store.dialect != "sqlite" and isinstance(error, (StoreError, peewee.OperationalError, peewee.InterfaceError)):
+            return ConnectionClosed(str(error))
+        return error
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def queue_stats(self) -> list[QueueStats]:
+        """Depth of every queue that has rows: ready, delayed, reserved, dead."""
+        return self.store.read(dead_letters.stats)
+
+    def dead_letters(self, queue: str | None = None, *, limit: int = 100) -> list[DeadLetter]:
+        """Messages that were given up, newest first."""
+        return self.store.read(lambda tx: dead_letters.newest(tx, queue, limit))
+
+    def requeue_dead_letter(self, letter_id: int) -> bool:
+        """Send a dead letter again, its tries renewed. False when there is none of this id (any more)."""
+        letter = self.store.write(lambda tx: dead_letters.requeue(tx, letter_id, self.store.clock.now()))
+        if letter is None:
+            return False
+        self.here.arrived(letter.queue, None)
+        return True
+
+    def purge_dead_letters(self, queue: str | None = None, *, before: int | None = None) -> int:
+        """Delete dead letters, those only that died before the moment ``before`` (milliseconds UTC) if given; how many."""
+        return self.store.write(lambda tx: dead_letters.purge(tx, queue, before))
+
+
+def _require_positive(key: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise SettingsError(key, f"{value!r} must be a number of seconds greater than zero")
+
+
+def _eta(options: dict[str, Any], clock: Clock) -> int | None:
+    """When a message asks to be delivered by its own options; ``delay`` is what compositions leave there."""
+    eta = options.get("eta")
+    if isinstance(eta, (int, float)):
+        return int(eta)
+    delay = options.get("delay")
+    if isinstance(delay, (int, float)) and delay > 0:
+        return clock.now() + round(delay)
+    return None
+
+
+def _without_eta(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "eta"}

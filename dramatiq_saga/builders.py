@@ -1,0 +1,337 @@
+"""Builders: how one step is described before it is run (API: "Action builder").
+
+Arguments are bound to the actor's signature and encoded when they are given, so a mistake shows at the line that makes it and
+not during a rollback. On ground that is recorded already, nothing is bound or encoded again: the row says what was asked for,
+and only kind and name have to agree (HISTORY-1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from dramatiq import Actor, Message
+
+from .clock import moment_to_ms, to_ms
+from .codec import encode, step_failed
+from .engine.replay import Replay
+from .engine.rows import CompensationSpec, NewStep, StepEntry
+from .errors import NotSerializableError, SagaError, StepExpiredError
+from .statuses import CompensationFailurePolicy
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+R = TypeVar("R")
+
+#: Options that a message cannot carry, or that would mean something else on one.
+_REFUSED_OPTIONS = {
+    "throws": "an exception class cannot be encoded in a message: declare it on the actor",
+    "retry_when": "a function cannot be encoded in a message: declare it on the actor",
+    "pipe_target": "a step's follow-up is the next line of the workflow",
+    "pipe_ignore": "a step's follow-up is the next line of the workflow",
+    "delay": "use a timer in the workflow instead",
+    "eta": "use a timer in the workflow instead",
+}
+
+MessageBuilder = Callable[[Any], "Message[Any]"]
+
+
+class CompensationBuildError(SagaError):
+    """A ``compensate_with`` callable raised, or returned something else than a message (COMP-10)."""
+
+
+class ActionBuilder(Generic[R]):
+    """One step, described. Every method returns the builder; :meth:`run` comes last."""
+
+    __slots__ = (
+        "_actor",
+        "_args",
+        "_built",
+        "_comp_reclaim",
+        "_compensation",
+        "_compensation_from",
+        "_encoded",
+        "_expires_at",
+        "_max_claims",
+        "_on_failure",
+        "_on_self_failure",
+        "_options",
+        "_reclaim",
+        "_replay",
+    )  # fmt: skip
+
+    def __init__(self, replay: Replay, actor: Actor[Any, R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(actor, Actor):
+            raise TypeError(
+                f"a step is a Dramatiq actor, not {type(actor).__name__}: decorate the function with @dramatiq.actor"
+            )
+        self._replay = replay
+        self._actor = actor
+        self._args = args
+        self._built = False
+        self._encoded: bytes | None = None
+        self._compensation: CompensationSpec | None = None
+        self._compensation_from: MessageBuilder | None = None
+        self._on_failure: str | None = None
+        self._on_self_failure: bool | None = None
+        self._options: dict[str, Any] = {}
+        self._max_claims: int | None = None
+        self._expires_at: int | None = None
+        self._reclaim = _Reclaim("reclaim_stale_after")
+        self._comp_reclaim = _Reclaim("reclaim_compensation_stale_after")
+        if not replay.is_replaying:
+            self._encoded = bind(actor, args, kwargs)
+        else:
+            self._args = (args, kwargs)
+
+    def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
+        """How this step is undone: an actor with its arguments, or a callable that makes the message from the step's result.
+
+        The callable runs in a replay, after the step has completed; like the rest of the workflow function it must have no
+        effects of its own.
+
+        Raises:
+          TypeError: the arguments do not fit the actor's signature.
+        """
+        if isinstance(actor_or_builder, Actor):
+            if not self._replay.is_replaying:
+                self._compensation = compensation(actor_or_builder, args, kwargs)
+            else:
+                self._compensation = CompensationSpec(actor_or_builder.actor_name, None)
+            self._compensation_from = None
+        else:
+            if args or kwargs:
+                raise TypeError(
+                    "compensate_with() takes arguments with an actor; a callable gets the step's result and nothing else"
+                )
+            if not callable(actor_or_builder):
+                raise TypeError(
+                    f"compensate_with() takes an actor or a callable that returns a message, not {type(actor_or_builder).__name__}"
+                )
+            self._compensation, self._compensation_from = None, actor_or_builder
+        self._check_self_failure()
+        return self
+
+    def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
+        """Undo this step also when it is the one that failed, or when nobody knows how it ended (COMP-5, COMP-9)."""
+        self._on_self_failure = flag
+        self._check_self_failure()
+        return self
+
+    def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
+        """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
+        self._on_failure = CompensationFailurePolicy(policy).value
+        return self
+
+    def expires_in(self, duration: float | timedelta) -> Self:
+        """A deadline for this step, counted from the moment it is scheduled (EXPIRE-1)."""
+        if to_ms(duration) <= 0:
+            raise ValueError(f"expires_in() takes a duration above zero, not {duration!r}")
+        self._expires_at = self._replay.now + to_ms(duration)
+        return self
+
+    def expires_at(self, moment: datetime) -> Self:
+        """A deadline for this step, as an aware ``datetime`` (EXPIRE-1)."""
+        self._expires_at = moment_to_ms(moment)
+        return self
+
+    def reclaim_stale_after(self, seconds: float | timedelta) -> Self:
+        """How long a claim of this step may stay without an outcome before it may be claimed again; turns reclaim on (RECLAIM-2)."""
+        self._reclaim.after(seconds)
+        return self
+
+    def enable_stale_reclaim(self, flag: bool) -> Self:
+        """Turn reclaim on for this step (with the configured window) or off, whatever the settings say (RECLAIM-2)."""
+        self._reclaim.enabled = flag
+        return self
+
+    def reclaim_compensation_stale_after(self, seconds: float | timedelta) -> Self:
+        """As :meth:`reclaim_stale_after`, for this step's compensation."""
+        self._comp_reclaim.after(seconds)
+        return self
+
+    def enable_compensation_stale_reclaim(self, flag: bool) -> Self:
+        """As :meth:`enable_stale_reclaim`, for this step's compensation."""
+        self._comp_reclaim.enabled = flag
+        return self
+
+    def max_claims(self, n: int) -> Self:
+        """How often this step may be claimed without reporting an outcome; 1 means at most once (RECLAIM-6)."""
+        if n < 1:
+            raise ValueError(f"max_claims() takes a number of at least 1, not {n}")
+        self._max_claims = n
+        return self
+
+    def with_options(self, **options: Any) -> Self:
+        """Dramatiq options for this step's messages: ``queue_name, priority, max_retries, min_backoff, time_limit, …``.
+
+        Raises:
+          TypeError: an option that a message cannot carry.
+          NotSerializableError: a value that cannot be stored.
+        """
+        for name in options:
+            if name in _REFUSED_OPTIONS:
+                raise TypeError(f"with_options() does not take {name!r}: {_REFUSED_OPTIONS[name]}")
+        try:
+            json.dumps(options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise NotSerializableError("with_options()", str(error)) from None
+        self._options.update(options)
+        return self
+
+    def run(self) -> R:
+        """The step's result, once it has one; until then the function is suspended.
+
+        Raises:
+          StepFailedError: the step has failed for good.
+          StepExpiredError: its deadline passed.
+        """
+        self._built = True
+        replay = self._replay
+        replay.check()
+        entry = replay.recorded_step(self._actor.actor_name)
+        if entry is None:
+            replay.add_step(self._new_step())
+            raise replay.suspend()
+        if entry.status == "completed":
+            if entry.comp_from_result and not entry.comp_ready:
+                self._resolve(entry)
+            assert entry.value is not None
+            return entry.value()  # type: ignore[no-any-return]
+        if entry.status == "failed" and entry.given_up:
+            raise step_failed(entry.actor, entry.sequence, entry.error or "")
+        if entry.status == "expired":
+            raise StepExpiredError(entry.actor, entry.sequence)
+        raise replay.suspend()
+
+    def _new_step(self) -> NewStep:
+        replay, actor = self._replay, self._actor
+        if self._encoded is None:
+            args, kwargs = self._args
+            self._encoded = bind(actor, args, kwargs)
+        options = dict(self._options)
+        queue = options.pop("queue_name", None) or actor.queue_name
+        priority = options.pop("priority", None)
+        sequence = replay.next_sequence()
+        settings = replay.settings
+        return NewStep(
+            sequence, actor.actor_name, queue, priority, options or None, self._encoded,
+            max_claims=self._max_claims,
+            reclaim_stale_after_seconds=self._reclaim.resolve(settings, "actions"),
+            compensation=self._compensation,
+            comp_from_result=self._compensation_from is not None,
+            comp_on_self_failure=bool(self._on_self_failure) if self._on_self_failure is not None else self._default_self_failure(settings),
+            comp_policy=self._on_failure,
+            comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
+            expires_at=self._expires_at,
+        )  # fmt: skip
+
+    @property
+    def _has_compensation(self) -> bool:
+        return self._compensation is not None or self._compensation_from is not None
+
+    def _default_self_failure(self, settings: Settings) -> bool:
+        return settings.sagas.compensate_failed_step and self._compensation is not None
+
+    def _check_self_failure(self) -> None:
+        if self._compensation_from is not None and self._on_self_failure:
+            raise TypeError(
+                "compensate_step_on_self_failure() needs a compensation whose arguments are known beforehand: a step that failed has "
+                "no result to build one from; use compensate_with(actor, ...) (COMP-10)"
+            )
+
+    def _resolve(self, entry: StepEntry) -> None:
+        """Build the compensation from the step's result, the first time a drive sees it completed (COMP-2, COMP-10)."""
+        replay, builder = self._replay, self._compensation_from
+        if builder is None:
+            return
+        where = f"the compensation of step {entry.sequence} ({entry.actor})"
+        assert entry.value is not None
+        try:
+            message = builder(entry.value())
+        except Exception as error:
+            fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            raise replay.fault(fault) from error
+        if not isinstance(message, Message):
+            raise replay.fault(
+                CompensationBuildError(
+                    f"{where} was built as {type(message).__name__}: return a message, for example refund.message(...)"
+                )
+            )
+        try:
+            actor = self._actor.broker.get_actor(message.actor_name)
+            options = {**message.options, "queue_name": message.queue_name}
+            spec = compensation(actor, message.args, message.kwargs, options)
+        except Exception as error:
+            raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
+        replay.resolve_compensation(entry.sequence, spec)
+
+    def __del__(self) -> None:
+        if not self._is_built() and sys.exc_info()[0] is None:
+            self._replay.builder_dropped(f"action({self._actor.actor_name})")
+
+    def _is_built(self) -> bool:
+        return getattr(self, "_built", True)
+
+
+class _Reclaim:
+    """The reclaim window of a row, by the precedence of RECLAIM-2: seconds, then on, then off, then the settings."""
+
+    __slots__ = ("enabled", "name", "seconds")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds: int | None = None
+        self.enabled: bool | None = None
+
+    def after(self, duration: float | timedelta) -> None:
+        seconds = to_ms(duration) / 1000
+        if seconds < 1:
+            raise ValueError(f"{self.name}() takes at least one second, not {duration!r}")
+        self.seconds = round(seconds)
+
+    def resolve(self, settings: Settings, family: str) -> int | None:
+        configured = getattr(settings, family).reclaim.stale_running
+        if self.seconds is not None:
+            return self.seconds
+        enabled = configured.enabled if self.enabled is None else self.enabled
+        return round(configured.after_seconds) if enabled else None
+
+
+def compensation(
+    actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any] | None = None
+) -> CompensationSpec:
+    """A compensation with its arguments bound and encoded, and the queue that its messages go to."""
+    given = {"queue_name": actor.queue_name, **(options or {})}
+    try:
+        text = json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise NotSerializableError(f"the options of {actor.actor_name}'s message", str(error)) from None
+    return CompensationSpec(actor.actor_name, bind(actor, args, kwargs), text)
+
+
+def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """``[args, kwargs]`` encoded, after checking that the actor can be called with them."""
+    signature = signature_of(actor.fn)
+    if signature is not None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{actor.actor_name}: {error}; its signature is {actor.actor_name}{signature}") from None
+    return encode([list(args), kwargs], actor.actor_name)
+
+
+@lru_cache(maxsize=1024)
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of an actor's function; ``None`` where Python cannot tell."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None

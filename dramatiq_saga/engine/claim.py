@@ -1,0 +1,225 @@
+"""THE CLAIM: what decides, before a body runs, that this delivery and no other may run it (CLAIM-1 … CLAIM-4).
+
+One conditional ``UPDATE`` moves a row from what may be claimed to ``running`` and raises ``attempts``, the fencing token that
+the outcome will have to repeat (``fence.py``). Zero rows changed means that somebody else was first, that the run no longer
+wants the step, or that the message belongs to an earlier retry cycle: nothing runs.
+
+Who else may be here: a second delivery of the same message, a reclaim, a cancel, a rollback being planned. They all change
+the row or the run in one statement too; of two, the second finds a condition that no longer holds. Proven by
+``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WriteUnknownError
+from ..journal import history
+
+if TYPE_CHECKING:
+    from ..store.database import Tx
+    from .core import Engine
+
+_CLAIMABLE = (
+    "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND reclaim_stale_at <= ?))"
+)
+_SET = (
+    "status = 'running', attempts = attempts + 1, claims = claims + 1, started_at = ?, worker_id = ?, delivery = ?, "
+    "next_try_at = NULL, reclaim_stale_at = ? + 1000 * reclaim_stale_after_seconds"
+)
+_CLAIM_STEP = (
+    f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.status IN ('pending', 'running', 'waiting'))"
+)
+_CLAIM_COMPENSATION = (
+    f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
+    "AND (not_before IS NULL OR not_before <= ?) "
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.rollback = 'running')"
+)
+_STEP_COLUMNS = (
+    "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
+)
+_READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
+_COMPENSATION_COLUMNS = (
+    "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
+)
+_READ_COMPENSATION = (
+    f"SELECT {_COMPENSATION_COLUMNS} FROM {{compensation_runs}} c JOIN {{flow_runs}} f ON f.id = c.run_id "
+    "WHERE c.run_id = ? AND c.sequence = ?"
+)
+_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a message asks for: a step or a compensation, and in which state it was sent."""
+
+    kind: str  # step | compensation
+    run_id: str
+    sequence: int
+    cycle: int
+    attempts: int
+    message_id: str
+
+    @property
+    def row(self) -> str:
+        """What kind of row it is, as the anomaly journal names it."""
+        return "action" if self.kind == "step" else "compensation"
+
+
+@dataclass(frozen=True, slots=True)
+class Undoes:
+    """What a compensation undoes (COMP-7)."""
+
+    sequence: int
+    actor: str
+    outcome: str  # completed | failed | unknown
+    idempotency_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A row that is ours until ``attempts`` changes. ``revision`` and ``wakes`` are the run's as the claim saw them."""
+
+    job: Job
+    actor: str
+    args: bytes
+    attempts: int
+    tries: int
+    cycle: int
+    workflow: str
+    queue: str
+    revision: int
+    wakes: int
+    context: bytes | None
+    idempotency_key: str
+    undoes: tuple[str, str] | None = None  # outcome, key
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The claim did not land; nothing may run. ``retry_at`` is when the row may be claimed after all (CLAIM-2)."""
+
+    job: Job
+    actor: str | None
+    status: str | None
+    run_status: str | None
+    attempts: int | None
+    retry_at: int | None
+    orphaned: bool
+    unseen: bool
+
+
+class ClaimAttempt:
+    """One claim, safe to carry out again: after an unknown commit, or an interrupt while waiting, it finds its own mark.
+
+    ``delivery`` is written with the claim and names this attempt alone, so a rerun that finds it on a running row knows that
+    the claim landed, and never takes a second one.
+    """
+
+    def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None) -> None:
+        self.engine = engine
+        self.job = job
+        self.delivery = f"{job.message_id}/{nonce}"[:64]
+        self.time_limit_ms = time_limit_ms
+        self._unknown = False
+
+    def run(self) -> Claim | Lost:
+        """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
+        engine, job = self.engine, self.job
+        if self._unknown:
+            row = engine.store.read(self._read)
+            if row is not None and row[9] == self.delivery and row[7] == "running":
+                return self._claimed(row)
+        try:
+            row, landed = engine.store.write(self._write)
+        except WriteUnknownError:
+            self._unknown = True
+            raise
+        if not landed:
+            return self._lost(row)
+        claim = self._claimed(row)
+        if not engine.store.commit_is_proof:
+            row = engine.store.read(self._read)
+            if row is None or row[9] != self.delivery or row[2] != claim.attempts:
+                engine.anomalies.claim_not_committed(
+                    row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor,
+                    claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
+                )  # fmt: skip
+                return self._lost(row)
+        return claim
+
+    def _read(self, tx: Tx) -> tuple[Any, ...] | None:
+        sql = _READ_STEP if self.job.kind == "step" else _READ_COMPENSATION
+        return tx.one(sql, (self.job.run_id, self.job.sequence))
+
+    def _write(self, tx: Tx) -> tuple[tuple[Any, ...] | None, bool]:
+        engine, job = self.engine, self.job
+        now = engine.now()
+        if tx.dialect != "sqlite":
+            tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
+        marks = (now, engine.worker_id, self.delivery, now)
+        if job.kind == "step":
+            limit = None if self.time_limit_ms is None else now + self.time_limit_ms
+            landed = tx.run(_CLAIM_STEP, (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id))
+        else:
+            landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
+        row = self._read(tx)
+        if landed and row is not None:
+            kind = "action.started" if job.kind == "step" else "compensation.step_started"
+            engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
+        return row, bool(landed)
+
+    def _claimed(self, row: tuple[Any, ...]) -> Claim:
+        job = self.job
+        undoes = None
+        if job.kind == "step":
+            key = idempotency_key(job.run_id, job.sequence, row[4])
+        else:
+            key = f"{job.run_id}:{job.sequence}:undo"
+            undoes = (row[17], row[18])
+        return Claim(
+            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
+            None if row[16] is None else bytes(row[16]), key, undoes,
+        )  # fmt: skip
+
+    def _lost(self, row: tuple[Any, ...] | None) -> Lost:
+        job = self.job
+        if row is None:
+            return Lost(job, None, None, None, None, None, False, False)
+        status, stale_at, delivery = row[7], row[8], row[9]
+        retry_at = stale_at if status == "running" else None
+        if job.kind == "compensation" and status == "pending" and row[19] is not None:
+            retry_at = row[19]
+        if job.kind == "step" and row[4] != job.cycle:
+            retry_at = None
+        orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
+        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14])
+
+
+def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:
+    """Stable over tries and reclaims, new per signal-retry cycle (FENCE-4)."""
+    return f"{run_id}:{sequence}:{cycle}"
+
+
+_GIVE_BACK = (
+    "UPDATE {%s} SET status = 'pending', started_at = NULL, worker_id = NULL, reclaim_stale_at = NULL, claims = claims - 1 "
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+)
+_GIVE_BACK_STEP = _GIVE_BACK.replace("%s", "action_runs")
+_GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
+
+
+def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
+    """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
+    sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
+    if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
+        return False
+    kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED
+    engine.record(
+        tx, claim.job.run_id, now, [history.Line(kind, sequence=claim.job.sequence, name=claim.actor, attempt=claim.attempts)]
+    )
+    return True

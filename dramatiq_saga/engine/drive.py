@@ -1,0 +1,195 @@
+"""Driving a run: load, replay, commit, and look again when somebody was first (DRIVE-1, DRIVE-2).
+
+A drive owns nothing and is trusted by nobody: any number of them may run at once, one commit lands, and each of the others
+writes nothing and looks again. It ends when no wake is unseen, when the run is held, or when it has ended. The message that
+led here is consumed by the write that made it unnecessary.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ..journal import history
+from . import decision as decisions
+from . import notify, rollback, runs
+from .replay import HoldRun, Replay, replay
+from .rows import Decision, Outgoing, Snapshot, StepEntry
+from .snapshot import load
+
+if TYPE_CHECKING:
+    from ..store.database import Tx
+    from .core import Engine, Sender
+
+_RECORD = (
+    "{insert_ignore} {side_effects} (run_id, sequence, name, value, created_at) "
+    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting'){or_ignore}"
+)
+_RECORDED = "SELECT name, value FROM {side_effects} WHERE run_id = ? AND sequence = ?"
+_UNSENT = (
+    "SELECT sequence, actor, queue, priority, options, cycle, attempts, tries FROM {action_runs} "
+    "WHERE run_id = ? AND status = 'pending' AND sent_at IS NULL ORDER BY sequence"
+)
+
+
+class Driven(Enum):
+    """How a drive ended."""
+
+    MISSING = "missing"
+    ENDED = "ended"
+    IDLE = "idle"
+    DECIDED = "decided"
+    HELD = "held"
+    ROLLING_BACK = "rolling_back"
+
+
+class _MovedOn(Exception):
+    """The run changed while a side effect was to be recorded: look again."""
+
+
+def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None = None) -> Driven:
+    """Bring one run as far as its history allows.
+
+    ``StoreError`` passes through: nothing was decided, and the message at hand is still ours. An asynchronous interrupt
+    passes through as well; the drive is uncommitted then (FENCE-5).
+    """
+    while True:
+        snapshot = load(engine, run_id)
+        if snapshot is None:
+            return Driven.MISSING
+        if snapshot.rollback == "running":
+            rollback.advance(engine, run_id, sender, delivery)
+            return Driven.ROLLING_BACK
+        if snapshot.status not in ("pending", "running", "waiting"):
+            return Driven.ENDED
+        if snapshot.wakes == snapshot.wakes_seen:
+            send_unsent(engine, run_id, sender)
+            return Driven.IDLE
+        outcome = _drive_once(engine, snapshot, sender, delivery)
+        if outcome is not None:
+            return outcome
+
+
+def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
+    """One replay and one try at committing it; ``None`` where the run has moved on."""
+    definition = engine.workflows[snapshot.workflow]
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=_recorder(engine, snapshot))
+    started = time.perf_counter()
+    try:
+        decision = replay(definition.function, context, engine.make_flow)
+        plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
+    except _MovedOn:
+        return None
+    except HoldRun as hold:
+        return Driven.HELD if runs.hold(engine, snapshot, hold.error, sender, delivery) else None
+    engine.note_cost(snapshot.run_id, time.perf_counter() - started)
+    outbox = sender.outbox(delivery)
+    outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+    now = engine.now()
+    lines = decisions.events(snapshot, decision, plan)
+
+    def operation(tx: Tx) -> bool:
+        if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, plan=plan):
+            return False
+        engine.record(tx, snapshot.run_id, now, lines)
+        outbox.stage(tx)
+        return True
+
+    if not engine.store.write(operation):
+        engine.cache.drop(snapshot.run_id)
+        engine.anomalies.transition_lost(
+            run_id=snapshot.run_id,
+            workflow=snapshot.workflow,
+            observed=snapshot.status,
+            intended=decision.kind,
+            actual="moved on",
+        )
+        return None
+    engine.cache.put(advanced(snapshot, decision, context))
+    outbox.delivered()
+    notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
+    return Driven.DECIDED
+
+
+def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:
+    """``snapshot`` as it stands once ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    entries = list(snapshot.entries)
+    entries.extend(context.new_entries)
+    for sequence, spec in decision.resolved:
+        entry = entries[sequence - 1]
+        if isinstance(entry, StepEntry):
+            entries[sequence - 1] = replace(entry, comp_actor=spec.actor, comp_ready=True)
+    for step in decision.steps:
+        spec_ = step.compensation
+        entries.append(
+            StepEntry(
+                step.sequence, step.actor, "pending", comp_actor=spec_.actor if spec_ else None, comp_ready=spec_ is not None,
+                comp_from_result=step.comp_from_result, comp_on_self_failure=step.comp_on_self_failure,
+            )
+        )  # fmt: skip
+    status = {"suspended": "waiting" if decision.outside else "running"}.get(decision.kind, decision.kind)
+    return replace(
+        snapshot, status=status, revision=snapshot.revision + 1, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
+        tags={**snapshot.tags, **decision.tags} if decision.tags else snapshot.tags,
+    )  # fmt: skip
+
+
+class _Recorder:
+    """Writes a side effect's value while the replay that asked for it goes on (SIDE-1)."""
+
+    def __init__(self, engine: Engine, snapshot: Snapshot) -> None:
+        self.engine = engine
+        self.snapshot = snapshot
+
+    def __call__(self, sequence: int, name: str, data: bytes) -> bytes:
+        """The value that is recorded: ours, or that of another drive that was first.
+
+        Who else may be here: a second drive of the run, at the same sequence. The primary key lets one insert land; both go
+        on with what is recorded, and only one of their decisions commits.
+        """
+        engine, snapshot = self.engine, self.snapshot
+        now = engine.now()
+        lines = [history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=data)]
+
+        def operation(tx: Tx) -> tuple[bool, bytes | None]:
+            if tx.run(_RECORD, (snapshot.run_id, sequence, name, data, now, snapshot.run_id, snapshot.revision)):
+                engine.record(tx, snapshot.run_id, now, lines)
+                return True, data
+            row = tx.one(_RECORDED, (snapshot.run_id, sequence))
+            return False, None if row is None or row[0] != name else bytes(row[1])
+
+        landed, recorded = engine.store.write(operation)
+        if recorded is None:
+            raise _MovedOn
+        if landed:
+            notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
+        return recorded
+
+
+def _recorder(engine: Engine, snapshot: Snapshot) -> _Recorder:
+    return _Recorder(engine, snapshot)
+
+
+def send_unsent(engine: Engine, run_id: str, sender: Sender) -> int:
+    """Send the messages of steps whose row was committed and whose message never went out (DRIVE-3)."""
+    if sender.joins:
+        return 0
+    rows = engine.store.read(lambda tx: tx.all(_UNSENT, (run_id,)))
+    if not rows:
+        return 0
+    outbox = sender.outbox(None)
+    outbox.load([step_message(run_id, row) for row in rows])
+    outbox.delivered()
+    return len(rows)
+
+
+def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
+    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
+    sequence, actor, queue, priority, options, cycle, attempts, tries = row
+    return Outgoing(
+        "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
+        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
+    )  # fmt: skip

@@ -1,0 +1,308 @@
+"""THE FENCE: what decides, after a body has run, whether its outcome counts (FENCE-1, FENCE-2).
+
+Every outcome is one conditional ``UPDATE`` that repeats the claim's token: the row must still be in the state that the claim
+left, with the ``attempts`` that the claim produced. A worker that lost its row meanwhile changes nothing: its report is
+refused, journalled as ``outcome_rejected`` and handed to listeners, and a recorded outcome is never overwritten.
+
+Where the run's function can be replayed here, the outcome, the decision that follows from it, the next messages and the
+deletion of the message at hand are one transaction (DRIVE-1, DRIVE-2). Where it cannot (unknown workflow, a history that does
+not fit, a side effect to record, a run that has moved on, a slow replay), the outcome commits alone with a wake and a
+drive message.
+
+Who else may be here: a straggler, a reclaim's second worker, a cancel, a rollback being planned, another drive. Each either
+changes ``status`` or ``attempts`` of the row, or the revision or wake count of the run, and the loser writes nothing. Proven
+by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/test_state_machine.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..codec import freeze
+from ..journal import history
+from . import decision as decisions
+from . import drive, notify, rollback
+from .claim import Claim, Job
+from .replay import HoldRun, NeedsRecording, Replay, replay, with_outcome
+from .rows import Outgoing, StepEntry
+from .snapshot import load
+
+if TYPE_CHECKING:
+    from ..store.database import Tx
+    from .core import Engine, Sender
+
+#: A replay that took longer than this (seconds) is not carried out between a body's end and its recorded outcome.
+SLOW_REPLAY = 0.1
+
+_OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+_COMPLETE = (
+    "UPDATE {action_runs} SET status = 'completed', result = ?, error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
+    f"WHERE {_OWN}"
+)
+_FAIL = (
+    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, "
+    f"ended_at = ? WHERE {_OWN}"
+)
+_GIVE_UP = (
+    "UPDATE {action_runs} SET given_up = TRUE, ended_at = ?, next_try_at = NULL "
+    "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
+)
+_REFUSE = (
+    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
+    "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
+)
+_FRESH = (
+    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? "
+    "AND f.status IN ('pending', 'running', 'waiting'))"
+)
+_FAIL_TRY = (
+    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL "
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+)
+_FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
+_FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs")
+_WAKE = (
+    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
+    "WHERE id = ? AND status IN ('pending', 'running', 'waiting')"
+)
+_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
+_READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+
+
+_LINES = {
+    "completed": history.ACTION_COMPLETED,
+    "failed": history.ACTION_FAILED,
+    "refused": history.ACTION_FAILED,
+    "given_up": history.ACTION_GIVEN_UP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is to be recorded of a step: how it ended, and from which state that may be said."""
+
+    kind: str  # completed | failed | given_up | refused
+    job: Job
+    actor: str
+    workflow: str
+    queue: str
+    attempts: int
+    result: bytes | None = None
+    error: str | None = None
+    known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
+    exception: BaseException | None = None  # for those who listen to a rejection
+
+    @property
+    def status(self) -> str:
+        return "completed" if self.kind == "completed" else "failed"
+
+
+def completed(claim: Claim, result: bytes) -> Outcome:
+    """The body returned."""
+    return Outcome(
+        "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
+        known=(claim.revision, claim.wakes),
+    )  # fmt: skip
+
+
+def failed(claim: Claim, error: str) -> Outcome:
+    """The body ended in a way that no further try can mend."""
+    return Outcome(
+        "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
+        known=(claim.revision, claim.wakes),
+    )  # fmt: skip
+
+
+def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """Record ``outcome`` and drive the run on; false where the fence refused it (FENCE-1).
+
+    Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
+    """
+    if engine.drives(outcome.workflow) and _settle_with_decision(engine, outcome, sender, delivery):
+        return True
+    return _settle_alone(engine, outcome, sender, delivery)
+
+
+def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """Outcome and decision in one transaction; false (and nothing written) where that is not possible."""
+    job = outcome.job
+    snapshot = engine.cache.get(job.run_id)
+    if snapshot is None or (outcome.known is not None and outcome.known != (snapshot.revision, snapshot.wakes)):
+        snapshot = load(engine, job.run_id)
+    if snapshot is None or job.sequence > len(snapshot.entries):
+        return False
+    entry = snapshot.entries[job.sequence - 1]
+    if not isinstance(entry, StepEntry):
+        return False
+    error = outcome.error if outcome.error is not None else entry.error
+    if outcome.kind == "given_up" and outcome.error is None:
+        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
+    value = None if outcome.result is None else freeze(outcome.result)
+    entry = replace(
+        entry, status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
+    )
+    after = with_outcome(snapshot, entry)
+    definition = engine.workflows[outcome.workflow]
+    if engine.replay_cost.get(job.run_id, 0.0) > SLOW_REPLAY:
+        return False
+    started = time.perf_counter()
+    context = Replay(after, now=engine.now(), settings=engine.settings)
+    try:
+        decision = replay(definition.function, context, engine.make_flow)
+    except (HoldRun, NeedsRecording):
+        return False
+    engine.note_cost(job.run_id, time.perf_counter() - started)
+    plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
+    outbox = sender.outbox(delivery)
+    outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+    now = engine.now()
+    lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
+
+    def operation(tx: Tx) -> bool:
+        if tx.dialect != "sqlite":
+            tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
+        if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
+            return False
+        if not decisions.write(
+            tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, wakes=1, plan=plan
+        ):  # pragma: no cover - the condition above has seen the same revision and wakes in this transaction
+            raise AssertionError("a run changed under a transaction that holds it")
+        engine.record(tx, job.run_id, now, lines)
+        outbox.stage(tx)
+        return True
+
+    if not engine.store.write(operation):
+        engine.cache.drop(job.run_id)
+        return False
+    engine.cache.put(drive.advanced(after, decision, context))
+    outbox.delivered()
+    notify.changes(engine, job.run_id, outcome.workflow, now, lines)
+    return True
+
+
+def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """The outcome, its wake and a drive message; then, where this process can, the drive itself (DRIVE-2, DRIVE-6)."""
+    job = outcome.job
+    outbox = sender.outbox(delivery)
+    outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
+    here = engine.drives(outcome.workflow)
+    now = engine.now()
+    lines = [_line(outcome)]
+
+    def operation(tx: Tx) -> tuple[bool, bool]:
+        if tx.dialect != "sqlite":
+            tx.one(_LOCK_RUN, (job.run_id,))
+        if not _write_outcome(tx, outcome, now):
+            return False, _already(tx, outcome)
+        tx.run(_WAKE, (now, job.run_id))
+        engine.record(tx, job.run_id, now, lines)
+        if here:
+            outbox.keep(tx)
+        else:
+            outbox.stage(tx)
+        return True, False
+
+    engine.cache.drop(job.run_id)
+    landed, already = engine.store.write(operation)
+    if not landed and not already:
+        _rejected(engine, outcome, sender)
+        return False
+    if landed:
+        notify.changes(engine, job.run_id, outcome.workflow, now, lines)
+    if here:
+        drive.drive(engine, job.run_id, sender, delivery)
+    else:
+        outbox.delivered()
+    return True
+
+
+def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int, int] | None = None) -> bool:
+    """The conditional ``UPDATE`` of the fence, with the freshness of the run's history where a decision rests on it."""
+    job = outcome.job
+    key = (job.run_id, job.sequence)
+    params: tuple[object, ...]
+    if outcome.kind == "completed":
+        sql, params = _COMPLETE, (outcome.result, now, *key, outcome.attempts)
+    elif outcome.kind == "failed":
+        sql, params = _FAIL, (outcome.error, now, *key, outcome.attempts)
+    elif outcome.kind == "given_up":
+        sql, params = _GIVE_UP, (now, *key, outcome.attempts)
+    else:
+        sql, params = _REFUSE, (outcome.error, now, *key, outcome.attempts, job.cycle)
+    if fresh is None:
+        return bool(tx.run(sql, params))
+    return bool(tx.run(sql + _FRESH, (*params, *fresh)))
+
+
+def _already(tx: Tx, outcome: Outcome) -> bool:
+    """Whether this very outcome stands on the row: an earlier try at writing it did land (FENCE-1)."""
+    row = tx.one(_READ_ROW, (outcome.job.run_id, outcome.job.sequence))
+    if row is None:
+        return False
+    status, attempts, given_up, result, error = row
+    if status != outcome.status or attempts != outcome.attempts:
+        return False
+    if outcome.kind == "completed":
+        return result is not None and bytes(result) == outcome.result
+    return bool(given_up) and (outcome.kind == "given_up" or error == outcome.error)
+
+
+def _line(outcome: Outcome) -> history.Line:
+    kind = _LINES[outcome.kind]
+    return history.Line(
+        kind,
+        sequence=outcome.job.sequence,
+        name=outcome.actor,
+        attempt=outcome.attempts,
+        payload=outcome.result,
+        error=outcome.error,
+    )
+
+
+def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
+    """Journal a refused report, hand it to listeners, and let an undo that waited for it go (COMP-9)."""
+    if outcome.kind in ("completed", "failed"):
+        notify.step_rejected(engine, outcome)
+        rollback.body_reported(engine, outcome.job.run_id, outcome.job.sequence, sender)
+    else:
+        engine.anomalies.write_refused(
+            site=outcome.kind, row="action", run_id=outcome.job.run_id, sequence=outcome.job.sequence, actor=outcome.actor,
+        )  # fmt: skip
+
+
+def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it."""
+    job = claim.job
+    now = engine.now()
+    sql = _FAIL_TRY_STEP if job.kind == "step" else _FAIL_TRY_COMPENSATION
+    kind = history.ACTION_FAILED if job.kind == "step" else history.COMPENSATION_FAILED
+    lines = [history.Line(kind, sequence=job.sequence, name=claim.actor, attempt=claim.attempts, error=error)]
+    table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
+
+    def operation(tx: Tx) -> tuple[bool, bool]:
+        if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
+            engine.record(tx, job.run_id, now, lines)
+            return True, False
+        row = tx.one(
+            f"SELECT status, attempts, error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence)
+        )
+        return False, row is not None and row[0] == "failed" and row[1] == claim.attempts and row[2] == error
+
+    landed, already = engine.store.write(operation)
+    if landed:
+        notify.changes(engine, job.run_id, claim.workflow, now, lines)
+    return landed or already
+
+
+_NEXT_TRY = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
+
+
+def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:
+    """Note when Dramatiq will try again, for people to read (NATIVE-6); losing the note loses nothing."""
+    sql = _NEXT_TRY.replace("%s", "action_runs" if job.kind == "step" else "compensation_runs")
+    engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, attempts)))
+
+
+__all__ = ["Outcome", "completed", "fail_try", "failed", "note_next_try", "settle"]

@@ -1,0 +1,150 @@
+"""Telling listeners, after the commit and outside every transaction (EVENT-2).
+
+A line of the history becomes a typed event only where somebody listens to its class; otherwise it costs one look-up. The
+row that an event shows is read afresh, so a listener sees what the commit left, or something later. Nothing here may fail a
+step or a run: what goes wrong is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from .. import events
+from ..codec import load_error
+from ..journal import history
+from ..views import ActionView, CompensationView
+
+if TYPE_CHECKING:
+    from .core import Engine
+    from .fence import Outcome
+    from .rollback import Outcome as CompensationOutcome
+    from .rows import Snapshot
+
+_BY_TYPE: dict[str, type[events.Event]] = {
+    cls.type: cls
+    for cls in vars(events).values()
+    if isinstance(cls, type) and issubclass(cls, events.Event) and cls.type and cls.type not in history.NOT_RECORDED
+}
+_BY_TYPE[history.ACTION_GIVEN_UP] = events.ActionFailed
+_BY_TYPE[history.COMPENSATION_GIVEN_UP] = events.CompensationFailed
+
+_ACTION = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? AND sequence = ?"
+_COMPENSATION = f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? AND sequence = ?"
+_RUN = "SELECT workflow, ends_as, result, error, rollback, rollback_error, reason FROM {flow_runs} WHERE id = ?"
+_UNDONE = "SELECT sequence, status FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
+
+
+def changes(engine: Engine, run_id: str, workflow: str | None, now: int, lines: Sequence[history.Line]) -> None:
+    """Tell listeners of what ``lines`` recorded."""
+    for line in lines:
+        cls = _BY_TYPE.get(line.type)
+        if cls is not None and events.has_listeners(cls):
+            try:
+                event = _event(engine, cls, run_id, workflow, now, line)
+            except Exception as error:
+                _log(run_id, line.type, error)
+                continue
+            if event is not None:
+                events.dispatch(event)
+
+
+def _event(
+    engine: Engine, cls: type[events.Event], run_id: str, workflow: str | None, now: int, line: history.Line
+) -> events.Event | None:
+    """The typed event of one line; ``None`` where its row is gone already."""
+    run = engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
+    if run is None:
+        return None
+    base: dict[str, Any] = {"run_id": run_id, "workflow_name": workflow or run[0], "at": now}
+    if issubclass(cls, events.ActionEvent):
+        action = _action(engine, run_id, line.sequence or 0)
+        return None if action is None else cls(**base, action=action)
+    if issubclass(cls, events.CompensationEvent):
+        compensation = _compensation(engine, run_id, line.sequence or 0)
+        return None if compensation is None else cls(**base, compensation=compensation)
+    if cls is events.FlowCompleted:
+        return cls(**base, stored_result=None if run[2] is None else bytes(run[2]))
+    if cls in (events.FlowFailed, events.FlowExpired):
+        return cls(**base, error=load_error(run[3]) if run[3] else None)
+    if cls is events.FlowCancelled:
+        return cls(**base, reason=run[6])
+    if cls in (events.FlowWaiting, events.FlowResumed):
+        return cls(**base, reason=line.detail)
+    if cls is events.CompensationStarted:
+        rows = engine.store.read(lambda tx: tx.all(_UNDONE, (run_id,)))
+        return cls(**base, ends_as=run[1] or "", steps=tuple(row[0] for row in rows))
+    if cls is events.RollbackFinished:
+        rows = engine.store.read(lambda tx: tx.all(_UNDONE, (run_id,)))
+        undone = tuple(row[0] for row in rows if row[1] == "completed")
+        return cls(**base, rollback=run[4], undone=undone, error=load_error(run[5]) if run[5] else None)
+    if cls is events.SideEffectRecorded:
+        return cls(**base, sequence=line.sequence, name=line.name, stored_value=line.payload)
+    return cls(**base)
+
+
+def _action(engine: Engine, run_id: str, sequence: int) -> ActionView | None:
+    row = engine.store.read(lambda tx: tx.one(_ACTION, (run_id, sequence)))
+    return None if row is None else ActionView(*row)
+
+
+def _compensation(engine: Engine, run_id: str, sequence: int) -> CompensationView | None:
+    row = engine.store.read(lambda tx: tx.one(_COMPENSATION, (run_id, sequence)))
+    return None if row is None else CompensationView(*row)
+
+
+def step_rejected(engine: Engine, outcome: Outcome) -> None:
+    """A superseded worker's outcome was refused: journal it, and hand listeners the last copy of it (FENCE-1)."""
+    job = outcome.job
+    action = _action(engine, job.run_id, job.sequence)
+    facts: dict[str, Any] = {"row": "action", "run_id": job.run_id, "sequence": job.sequence, "actor": outcome.actor}
+    engine.anomalies.outcome_rejected(
+        **facts, outcome=outcome.status, claimed_attempts=outcome.attempts,
+        attempts=None if action is None else action.attempts, status=None if action is None else action.status,
+    )  # fmt: skip
+    if action is not None and events.has_listeners(events.ActionOutcomeRejected):
+        event = events.ActionOutcomeRejected(
+            run_id=job.run_id, workflow_name=outcome.workflow, at=engine.now(), action=action, outcome=outcome.status,
+            stored_result=outcome.result, exception=outcome.exception,
+        )  # fmt: skip
+        _deliver(engine, event, facts)
+
+
+def compensation_rejected(engine: Engine, outcome: CompensationOutcome) -> None:
+    """As :func:`step_rejected`, for a compensation."""
+    job = outcome.job
+    row = _compensation(engine, job.run_id, job.sequence)
+    facts: dict[str, Any] = {"row": "compensation", "run_id": job.run_id, "sequence": job.sequence, "actor": outcome.actor}
+    status = "completed" if outcome.kind == "completed" else "failed"
+    engine.anomalies.outcome_rejected(
+        **facts, outcome=status, claimed_attempts=outcome.attempts,
+        attempts=None if row is None else row.attempts, status=None if row is None else row.status,
+    )  # fmt: skip
+    if row is not None and events.has_listeners(events.CompensationOutcomeRejected):
+        run = engine.store.read(lambda tx: tx.one(_RUN, (job.run_id,)))
+        event = events.CompensationOutcomeRejected(
+            run_id=job.run_id, workflow_name=run[0] if run else "", at=engine.now(), compensation=row, outcome=status,
+            exception=outcome.exception,
+        )  # fmt: skip
+        _deliver(engine, event, facts)
+
+
+def _deliver(engine: Engine, event: events.Event, facts: dict[str, Any]) -> None:
+    for listener, error in events.dispatch(event):
+        engine.anomalies.rejection_undelivered(**facts, error=error, listener=events.name_of(listener))
+
+
+def held(engine: Engine, snapshot: Snapshot, error: BaseException) -> None:
+    """Log why a run is held; the row and the history say it too (HISTORY-1)."""
+    with suppress(Exception):
+        structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(
+            "flow_held", run_id=snapshot.run_id, workflow=snapshot.workflow, error=f"{type(error).__name__}: {error}"
+        )
+
+
+def _log(run_id: str, kind: str, error: Exception) -> None:
+    with suppress(Exception):
+        structlog.get_logger("dramatiq_saga").error("event_lost", run_id=run_id, type=kind, exc_info=error)

@@ -1,0 +1,195 @@
+"""Senders: how the messages of a write leave (DRIVE-3). Three of them, one contract (``core.Sender``).
+
+``JoinedSender`` writes them into the transaction that creates their rows, and turns the queue row of the message at hand into
+the first of them: neither can exist without the other. ``DeferredSender`` sends after the commit, over a broker that the
+transaction cannot reach, and then notes ``sent_at``; what a crash leaves unsent is found by a redelivery, the next drive or
+the doctor. ``InlineSender`` keeps them in a list, for a loop in the calling process (SYNC-1).
+
+The engine does not know which one it was given. None of them imports Dramatiq: messages are built, and brokers reached,
+through what the middleware hands in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .rows import Outgoing
+
+if TYPE_CHECKING:
+    from ..store.database import Store, Tx
+
+
+class JoiningBroker(Protocol):
+    """What a broker whose queue lives in the store's database offers the engine."""
+
+    store: Store
+
+    def prepare(self, message: Any, *, delay: int | None = None) -> Any: ...
+    def stage(self, tx: Tx, prepared: Any, reservation: Any | None = None) -> None: ...
+    def retain(self, tx: Tx, prepared: Any, reservation: Any) -> bool: ...
+    def settle(self, tx: Tx, reservation: Any) -> bool: ...
+    def announce(self, prepared: Sequence[Any]) -> None: ...
+
+
+class JoinedSender:
+    """Messages and rows in one transaction."""
+
+    joins = True
+
+    def __init__(self, broker: JoiningBroker, build: Callable[[Outgoing], Any]) -> None:
+        self.broker = broker
+        self.build = build
+
+    def outbox(self, delivery: Any | None = None) -> JoinedOutbox:
+        return JoinedOutbox(self, delivery)
+
+
+class JoinedOutbox:
+    """The messages of one write, on their way into its transaction."""
+
+    joined = True
+
+    def __init__(self, sender: JoinedSender, delivery: Any | None) -> None:
+        self._broker = sender.broker
+        self._build = sender.build
+        self._delivery = delivery
+        self._reservation = None if delivery is None or delivery.settled else delivery.reservation
+        self._prepared: list[Any] = []
+        self._kept = False
+        self._waits_for_host = False
+
+    def load(self, messages: list[Outgoing]) -> None:
+        broker, build = self._broker, self._build
+        self._waits_for_host = broker.store.joined()
+        self._prepared = [broker.prepare(build(message), delay=message.delay) for message in messages]
+
+    def stage(self, tx: Tx) -> None:
+        reservation = self._reservation
+        self._kept = False
+        if not self._prepared:
+            if reservation is not None:
+                self._broker.settle(tx, reservation)
+            return
+        for prepared in self._prepared:
+            self._broker.stage(tx, prepared, reservation)
+            reservation = None
+        if self._waits_for_host:
+            prepared = self._prepared
+            tx.after_commit(lambda: self._broker.announce(prepared))
+
+    def keep(self, tx: Tx) -> None:
+        if self._reservation is None or not self._broker.retain(tx, self._prepared[0], self._reservation):
+            self.stage(tx)
+        else:
+            self._kept = True
+
+    def delivered(self) -> None:
+        if self._kept:
+            return
+        if self._reservation is not None:
+            self._delivery.settled = True  # type: ignore[union-attr]
+        if self._prepared and not self._waits_for_host:
+            self._broker.announce(self._prepared)
+
+
+_SENT_STEP = "UPDATE {action_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND sent_at IS NULL"
+_SENT_COMPENSATION = "UPDATE {compensation_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND sent_at IS NULL"
+_SENT_RUN = "UPDATE {flow_runs} SET sent_at = ? WHERE id = ? AND sent_at IS NULL"
+
+
+class DeferredSender:
+    """Messages after the commit, by a broker that the transaction cannot reach."""
+
+    joins = False
+
+    def __init__(self, store: Store, enqueue: Callable[[Any, int | None], None], build: Callable[[Outgoing], Any]) -> None:
+        self.store = store
+        self.enqueue = enqueue
+        self.build = build
+
+    def outbox(self, delivery: Any | None = None) -> DeferredOutbox:
+        return DeferredOutbox(self)
+
+
+class DeferredOutbox:
+    """The messages of one write, waiting for its commit."""
+
+    joined = False
+
+    def __init__(self, sender: DeferredSender) -> None:
+        self._sender = sender
+        self._messages: list[Outgoing] = []
+        self._sent = 0
+        self._waits_for_host = False
+
+    def load(self, messages: list[Outgoing]) -> None:
+        self._messages = list(messages)
+        self._waits_for_host = self._sender.store.joined()
+
+    def stage(self, tx: Tx) -> None:
+        if self._waits_for_host:
+            tx.after_commit(self._send)
+
+    def keep(self, tx: Tx) -> None:
+        self.stage(tx)
+
+    def delivered(self) -> None:
+        if not self._waits_for_host:
+            self._send()
+
+    def _send(self) -> None:
+        """Send what has not been sent; after an error, another call goes on where this one stopped."""
+        sender, messages = self._sender, self._messages
+        while self._sent < len(messages):
+            message = messages[self._sent]
+            sender.enqueue(sender.build(message), message.delay)
+            self._sent += 1
+        if messages:
+            now = sender.store.clock.now()
+            sender.store.write(lambda tx: self._note(tx, now))
+
+    def _note(self, tx: Tx, now: int) -> None:
+        for message in self._messages:
+            if message.kind == "step":
+                tx.run(_SENT_STEP, (now, message.run_id, message.sequence))
+            elif message.kind == "compensation":
+                tx.run(_SENT_COMPENSATION, (now, message.run_id, message.sequence))
+            else:
+                tx.run(_SENT_RUN, (now, message.run_id))
+
+
+class InlineSender:
+    """Messages for a loop in this process: :attr:`queue` holds what is to be run next (SYNC-1)."""
+
+    joins = True
+
+    def __init__(self) -> None:
+        self.queue: deque[Outgoing] = deque()
+
+    def outbox(self, delivery: Any | None = None) -> InlineOutbox:
+        return InlineOutbox(self)
+
+
+class InlineOutbox:
+    """The messages of one write, for the loop that wrote it."""
+
+    joined = True
+
+    def __init__(self, sender: InlineSender) -> None:
+        self._sender = sender
+        self._messages: list[Outgoing] = []
+
+    def load(self, messages: list[Outgoing]) -> None:
+        self._messages = messages
+
+    def stage(self, tx: Tx) -> None:
+        pass
+
+    def keep(self, tx: Tx) -> None:
+        pass
+
+    def delivered(self) -> None:
+        self._sender.queue.extend(self._messages)
+        self._messages = []

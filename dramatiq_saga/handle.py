@@ -1,0 +1,200 @@
+"""A run from outside: :class:`FlowHandle` and :func:`get_flow` (API: "FlowHandle").
+
+A handle holds an id and reads the rest afresh each time; it works in any process that has the broker, worker or not.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import dramatiq
+
+from .codec import decode, load_error
+from .engine import runs
+from .engine.decision import write_tag
+from .engine.replay import refuse_inside_workflow
+from .errors import (
+    FlowCancelledError,
+    FlowExpiredError,
+    FlowFailedError,
+    FlowNotFoundError,
+    ResultMissing,
+    ResultTimeout,
+)
+from .statuses import FlowStatus, RollbackStatus
+from .views import ActionView, CompensationView, EventView
+
+if TYPE_CHECKING:
+    from dramatiq import Broker
+
+    from .engine.core import Engine
+    from .middleware import SagaMiddleware
+    from .recovery.kick import KickReport
+
+R = TypeVar("R")
+
+#: Between two looks at an unfinished run, in seconds: the first wait, and the longest.
+_FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.1
+
+_STATUS = "SELECT status, rollback, workflow FROM {flow_runs} WHERE id = ?"
+_RESULT = "SELECT status, result, error, reason, workflow FROM {flow_runs} WHERE id = ?"
+_TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
+_LOCK = "SELECT status FROM {flow_runs} WHERE id = ?{for_update}"
+_ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
+_COMPENSATIONS = (
+    f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
+)
+_EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
+
+
+class FlowHandle(Generic[R]):
+    """One run, seen from outside.
+
+    Attributes:
+      id: the run's id.
+      workflow_name: the workflow that it is a run of.
+    """
+
+    def __init__(self, run_id: str, workflow_name: str, middleware: SagaMiddleware, broker: Broker) -> None:
+        self.id = run_id
+        self.workflow_name = workflow_name
+        self._middleware = middleware
+        self._broker = broker
+
+    @property
+    def _engine(self) -> Engine:
+        return self._middleware.engine(self._broker)
+
+    @property
+    def status(self) -> FlowStatus:
+        """Where the run is, read afresh. Raises FlowNotFoundError once it has been pruned."""
+        return FlowStatus(self._row(_STATUS)[0])
+
+    @property
+    def rollback(self) -> RollbackStatus:
+        """How far the undoing of the run has come, read afresh."""
+        return RollbackStatus(self._row(_STATUS)[1])
+
+    @property
+    def tags(self) -> dict[str, str | None]:
+        """The run's tags, read afresh (TAG-1)."""
+        return dict(self._engine.store.read(lambda tx: tx.all(_TAGS, (self.id,))))
+
+    def result(self, *, wait: float | timedelta | None = None) -> R:
+        """What the workflow returned.
+
+        Parameters:
+          wait: how long to wait for the run to finish, in seconds or as a ``timedelta``; without it, not at all.
+
+        Raises:
+          ResultMissing: the run has not finished (without ``wait``).
+          ResultTimeout: the run did not finish in time.
+          FlowFailedError, FlowCancelledError, FlowExpiredError: it ended otherwise; ``cause`` is the recorded error.
+        """
+        seconds = wait.total_seconds() if isinstance(wait, timedelta) else wait
+        deadline = None if seconds is None else time.monotonic() + seconds
+        pause = _FIRST_WAIT
+        while True:
+            status, result, error, reason, workflow = self._row(_RESULT)
+            if status == FlowStatus.COMPLETED:
+                value: R = decode(bytes(result))
+                return value
+            cause = load_error(error) if error else None
+            if status == FlowStatus.FAILED:
+                raise FlowFailedError(self.id, workflow, cause, reason)
+            if status == FlowStatus.CANCELLED:
+                raise FlowCancelledError(self.id, workflow, cause, reason)
+            if status == FlowStatus.EXPIRED:
+                raise FlowExpiredError(self.id, workflow, cause, reason)
+            if deadline is None:
+                raise ResultMissing(f"run {self.id} of {workflow} is {status}: pass wait=, or look again later")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ResultTimeout(f"run {self.id} of {workflow} is still {status} after {seconds} seconds")
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _LONGEST_WAIT)
+
+    def cancel(self, reason: str | None = None) -> bool:
+        """End the run as ``cancelled`` without undoing anything; false where it already is cancelled or rolling back (COMP-1).
+
+        Raises:
+          ConcurrentTransitionError: the run has ended otherwise; the error says how.
+        """
+        return runs.cancel(self._engine, self.id, reason)
+
+    def compensate(self, reason: str | None = None) -> bool:
+        """Undo what the run has done, then end it as ``cancelled``; false where it already is cancelled or rolling back (COMP-1).
+
+        Raises:
+          ConcurrentTransitionError: the run has ended otherwise.
+          SagaError: called inside a transaction of the store's database (HOST-1).
+        """
+        runs.refuse_joined(self._engine, "compensate()")
+        return runs.compensate(self._engine, self.id, self._middleware.sender(self._broker), reason)
+
+    def kick(self) -> KickReport:
+        """Drive the run again, refill its repair budget, and send what it is parked on once more (KICK-1)."""
+        from .recovery.kick import kick
+
+        refuse_inside_workflow("kicking a run")
+        return kick(self._engine, self.id, self._middleware.sender(self._broker))
+
+    def tag(self, key: str, value: str | int | None = None) -> None:
+        """Write a tag; the last write of a key wins, integers become strings (TAG-1)."""
+        refuse_inside_workflow("tagging a run from its handle")
+        text = None if value is None else str(value)
+
+        def operation(tx: Any) -> bool:
+            if tx.one(_LOCK, (self.id,)) is None:
+                return False
+            write_tag(tx, self.id, key, text)
+            return True
+
+        if not self._engine.store.write(operation):
+            raise FlowNotFoundError(self.id)
+        self._engine.cache.drop(self.id)
+
+    def actions(self) -> list[ActionView]:
+        """The run's steps, oldest first."""
+        return [ActionView(*row) for row in self._engine.store.read(lambda tx: tx.all(_ACTIONS, (self.id,)))]
+
+    def compensations(self) -> list[CompensationView]:
+        """The run's compensations, in the order in which they run."""
+        return [CompensationView(*row) for row in self._engine.store.read(lambda tx: tx.all(_COMPENSATIONS, (self.id,)))]
+
+    def events(self) -> list[EventView]:
+        """The run's history, oldest first (EVENT-1)."""
+        return [EventView(*row) for row in self._engine.store.read(lambda tx: tx.all(_EVENTS, (self.id,)))]
+
+    def _row(self, sql: str) -> tuple[Any, ...]:
+        row = self._engine.store.read(lambda tx: tx.one(sql, (self.id,)))
+        if row is None:
+            raise FlowNotFoundError(self.id)
+        return row
+
+    def __repr__(self) -> str:
+        return f"FlowHandle({self.id!r}, workflow_name={self.workflow_name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlowHandle) and other.id == self.id and other._middleware is self._middleware
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def get_flow(run_id: str, *, broker: Broker | None = None) -> FlowHandle[Any]:
+    """A handle on the run with this id.
+
+    Raises:
+      FlowNotFoundError: there is no such run.
+    """
+    from .middleware import middleware_of
+
+    chosen = broker or dramatiq.get_broker()
+    middleware = middleware_of(chosen)
+    row = middleware.engine(chosen).store.read(lambda tx: tx.one(_STATUS, (run_id,)))
+    if row is None:
+        raise FlowNotFoundError(run_id)
+    return FlowHandle(run_id, row[2], middleware, chosen)

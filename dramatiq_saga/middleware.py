@@ -1,0 +1,456 @@
+"""The Dramatiq middleware: where messages of ours are recognised, and everything that never reaches an actor (API).
+
+Its hooks do little: one notes the message at hand for the wrapper around the actor's call (``step.py``), the others catch the
+ways in which a message can end without that call. Messages that are not ours pass through untouched: no query, one look at
+their options (NATIVE-5).
+
+Dramatiq swallows what hooks raise, unless it is a ``MiddlewareError``; so nothing that could lose work is left to an exception
+here: verbs that record something wait for the store instead (FENCE-3).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+from dramatiq import Actor, Broker, Message
+from dramatiq.errors import ConnectionError as BrokerConnectionError
+from dramatiq.middleware import (
+    AgeLimit,
+    Callbacks,
+    CurrentMessage,
+    GroupCallbacks,
+    Middleware,
+    MiddlewareError,
+    Pipelines,
+    Retries,
+    ShutdownNotifications,
+    TimeLimit,
+)
+from dramatiq.middleware.threading import is_gevent_active
+from dramatiq.results import Results
+
+from .engine.core import ActorFacts, Engine
+from .engine.replay import refuse_inside_workflow
+from .engine.rows import Outgoing
+from .engine.sender import DeferredSender, JoinedSender
+from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, StoreError, UnknownActorError
+from .flow import Flow
+from .journal.anomalies import AnomalyLog
+from .settings import Settings
+from .step import OPTION, Delivery, Runner
+from .store.database import Store, open_store
+
+if TYPE_CHECKING:
+    from dramatiq import Worker
+    from dramatiq.broker import MessageProxy
+    from dramatiq.worker import ConsumerThread, WorkerThread
+    from peewee import Database
+
+    from .engine.core import Sender
+
+#: What has to stand before SagaMiddleware in the broker's list: their after hooks then come after ours.
+_BEFORE_OURS = (
+    AgeLimit,
+    TimeLimit,
+    ShutdownNotifications,
+    Callbacks,
+    Pipelines,
+    GroupCallbacks,
+    Retries,
+    CurrentMessage,
+    Results,
+)
+
+
+class WithheldError(MiddlewareError, BrokerConnectionError):
+    """Keeps Dramatiq from acknowledging a message whose outcome the store would not take before the worker stopped (FENCE-3)."""
+
+
+class _Local(threading.local):
+    delivery: Delivery | None = None  # the message at hand in this thread
+    pending: Delivery | None = None  # the same, until the actor's call has taken it
+
+
+class SagaMiddleware(Middleware):
+    """Makes actors on this broker usable as saga steps.
+
+    Parameters:
+      database: a URL, a Peewee ``Database``, or ``None`` for a database broker's own. Given the broker's own database, rows and
+        messages share a transaction as well.
+      settings: a :class:`~dramatiq_saga.Settings`; the defaults are careful (reclaim and repair off),
+        ``Settings.recommended()`` recovers by itself.
+      locks: overlap locks; not needed for correctness.
+
+    Add it last: ``broker.add_middleware(SagaMiddleware(...))``, before workflows are declared.
+    """
+
+    def __init__(
+        self, database: str | Path | Database | None = None, *, settings: Settings | None = None, locks: object | None = None
+    ) -> None:
+        if locks is not None:
+            raise NotImplementedError("overlap locks are not part of this version; claims alone keep work from running twice")
+        self.settings = settings or Settings()
+        self._database = database
+        self._local = _Local()
+        self._lock = threading.RLock()
+        self._broker: Broker | None = None
+        self._engine: Engine | None = None
+        self._runner: Runner | None = None
+        self._warned: set[str] = set()
+        self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
+        self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
+
+    # --- parts, made at first use ------------------------------------------------------------------------------------
+
+    def engine(self, broker: Broker) -> Engine:
+        """The engine of this middleware on ``broker``; opens nothing by itself."""
+        if self._engine is None:
+            with self._lock:
+                if self._engine is None:
+                    self._engine = self._make_engine(broker)
+        elif self._broker is not broker:
+            raise MiddlewareOrderError("one SagaMiddleware cannot serve two brokers: make one for each")
+        return self._engine
+
+    def _make_engine(self, broker: Broker) -> Engine:
+        self._broker = broker
+        own = getattr(broker, "store", None)
+        store: Store
+        if self._database is None:
+            if not isinstance(own, Store):
+                raise MiddlewareOrderError(
+                    f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
+                    'name one, for example SagaMiddleware("postgresql://localhost/shop")'
+                )
+            store = own
+        elif isinstance(own, Store) and own.is_same_database(self._database):
+            store = own
+        else:
+            store = open_store(
+                self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
+            )
+        return Engine(
+            store=store,
+            settings=self.settings,
+            anomalies=AnomalyLog.from_settings(self.settings.logging),
+            make_flow=cast("Any", Flow),
+            worker_id=self.worker_id,
+            actor_facts=functools.partial(_facts, broker),
+        )
+
+    def runner(self, broker: Broker) -> Runner:
+        """What runs messages on ``broker``."""
+        engine = self.engine(broker)
+        if self._runner is None:
+            with self._lock:
+                if self._runner is None:
+                    self._runner = Runner(engine, broker, self.sender(broker))
+        return self._runner
+
+    def sender(self, broker: Broker) -> Sender:
+        """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
+        engine = self.engine(broker)
+        if getattr(broker, "store", None) is engine.store:
+            return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
+        return DeferredSender(
+            engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
+        )
+
+    # --- declaring ---------------------------------------------------------------------------------------------------
+
+    def after_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
+        """Put the wrapper around the actor's function: it answers only for the message at hand."""
+        self._broker = self._broker or broker
+        if getattr(actor.fn, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
+            return
+        plain = actor.fn
+        local = self._local
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            delivery = local.pending
+            if delivery is None or delivery.actor != actor.actor_name:
+                return plain(*args, **kwargs)
+            local.pending = None
+            return self.runner(broker).perform(delivery, plain)
+
+        call.__saga_wrapped__ = self  # type: ignore[attr-defined]
+        actor.fn = call
+
+    def drive_from_message(self, broker: Broker, workflow: str) -> None:
+        """What a workflow's actor does when a message calls it."""
+        delivery = self._local.pending
+        if delivery is None or delivery.job is not None or delivery.actor != workflow:
+            raise SagaError(
+                f"a message to workflow {workflow!r} that was not sent by dramatiq-saga: start a run with {workflow}.send(...), "
+                "not with the actor's own send()"
+            )
+        self._local.pending = None
+        self.runner(broker).drive(delivery)
+
+    # --- booting -----------------------------------------------------------------------------------------------------
+
+    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        """Refuse to start where the order of middleware, the schema or the database could lose work (SAFE-3)."""
+        try:
+            check_order(broker, self)
+            if is_gevent_active():
+                raise MiddlewareOrderError(
+                    "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
+                )
+            self.engine(broker).store.prepare()
+        except SagaError as error:
+            if isinstance(error, MiddlewareError):
+                raise
+            raise BootRefusedError(str(error)) from error
+        engine = self.engine(broker)
+        engine.queues = set(worker.consumer_whitelist) if worker.consumer_whitelist else None
+        if not self.runner(broker).sender.joins and not self.settings.repair.enabled:
+            self.log.warning(
+                "repair_is_off",
+                meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
+                "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
+            )
+
+    def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        if self._runner is not None:
+            self._runner.stopping.set()
+
+    def before_worker_thread_shutdown(self, broker: Broker, thread: WorkerThread) -> None:
+        self._close_thread()
+
+    def before_consumer_thread_shutdown(self, broker: Broker, thread: ConsumerThread) -> None:
+        self._close_thread()
+
+    def _close_thread(self) -> None:
+        if self._engine is not None:
+            self._engine.store.close_thread()
+
+    # --- a message's life --------------------------------------------------------------------------------------------
+
+    def before_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
+        """No message leaves from inside a workflow function; note when Dramatiq asks for another try."""
+        refuse_inside_workflow(f"sending a message to {message.actor_name}")
+        delivery = self._local.delivery
+        if delivery is not None and OPTION in message.options and message.message_id == delivery.message.message_id:
+            delivery.retry_asked = True
+
+    def after_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
+        delivery = self._local.delivery
+        if delivery is None or not delivery.retry_asked or message.message_id != delivery.message.message_id:
+            return
+        delivery.retry_sent = True
+        if delivery.state == "failed" and delivery.claim is not None:
+            self._note_next_try(broker, delivery, delay or 0)
+
+    def _note_next_try(self, broker: Broker, delivery: Delivery, delay: int) -> None:
+        from .engine import fence
+
+        claim = delivery.claim
+        engine = self.engine(broker)
+        if claim is not None:
+            try:
+                fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
+            except StoreError as error:
+                self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
+
+    def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        local = self._local
+        if OPTION not in message.options:
+            if local.delivery is not None:
+                local.delivery = local.pending = None
+            return
+        local.delivery = local.pending = Delivery(message)
+        if message.failed:
+            local.pending = None
+
+    def after_process_message(
+        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
+    ) -> None:
+        delivery = self._local.delivery
+        if delivery is None or exception is None or delivery.state != "claimed" or delivery.claim is None:
+            return
+        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded here.
+        from .codec import describe_error
+        from .engine import fence
+
+        claim, runner = delivery.claim, self.runner(broker)
+        text = describe_error(exception)
+        if runner.persist(lambda: fence.fail_try(runner.engine, claim, text)):
+            delivery.state = "failed"
+
+    def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
+        if OPTION in message.options:
+            CurrentMessage._MESSAGE.set(None)  # NATIVE-5: Dramatiq leaves the skipped message there
+            message.options["store_results"] = False
+
+    def before_ack(self, broker: Broker, message: MessageProxy) -> None:
+        """What would be forgotten with this acknowledgement is recorded first."""
+        delivery = self._take(message)
+        if delivery is None:
+            return
+        if delivery.state == "new" and delivery.job is not None:
+            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
+            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+        elif delivery.state == "failed" and not delivery.retry_sent:
+            if delivery.retry_asked:
+                self._withholding(lambda: self._retry_again(broker, delivery))
+            else:  # nothing on this broker retries
+                self._withholding(lambda: self.runner(broker).give_up(delivery))
+
+    def before_nack(self, broker: Broker, message: MessageProxy) -> None:
+        """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
+        if OPTION not in message.options:
+            return
+        delivery = self._take(message) or Delivery(message)
+        job = delivery.job
+        if job is None:
+            self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
+            return
+        runner = self.runner(broker)
+        if delivery.state == "failed":
+            self._withholding(lambda: runner.give_up(delivery))
+        elif delivery.state == "new":
+            if delivery.actor not in broker.actors:
+                error: SagaError = UnknownActorError(
+                    f"no worker on queue {message.queue_name!r} knows actor {delivery.actor!r}: deploy the module that declares it"
+                )
+                if self.settings.repair.enabled:
+                    self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
+                    return  # NATIVE-3: a worker that knows it may come; the doctor tries again
+            else:
+                error = MessageTooOldError(
+                    f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
+                )
+            self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+
+    def _take(self, message: MessageProxy) -> Delivery | None:
+        """The delivery of this message, which is over now."""
+        local = self._local
+        delivery = local.delivery
+        if delivery is None or delivery.message is not message:
+            return None
+        local.delivery = local.pending = None
+        return delivery
+
+    def _withholding(self, part: Any) -> None:
+        """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
+        try:
+            part()
+        except StoreError as error:
+            raise WithheldError(f"the outcome could not be recorded: {error}") from error
+
+    def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
+        """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
+
+        A database broker does without: it withholds the acknowledgement of a row whose retry it could not store.
+        """
+        if self.runner(broker).sender.joins:
+            return
+        message = delivery.message.copy()
+        delay = 0.1
+        while True:
+            try:
+                broker.enqueue(message, delay=15_000)
+                return
+            except Exception as error:
+                if self.runner(broker).stopping.is_set():
+                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+                self.log.warning(
+                    "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
+                )
+                self.runner(broker).stopping.wait(delay)
+                delay = min(delay * 2, 5.0)
+
+    # --- advice ------------------------------------------------------------------------------------------------------
+
+    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
+        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
+        name = actor.actor_name
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
+            return
+        for middleware in actor.broker.middleware:
+            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
+                self.log.warning(
+                    "step_keeps_default_retries",
+                    actor=name,
+                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
+                )
+
+
+class BootRefusedError(SagaError, MiddlewareError):
+    """A worker was not started; the message says why and what mends it."""
+
+
+def middleware_of(broker: Broker) -> SagaMiddleware:
+    """The broker's SagaMiddleware.
+
+    Raises:
+      MiddlewareOrderError: there is none, or more than one.
+    """
+    found = [middleware for middleware in broker.middleware if isinstance(middleware, SagaMiddleware)]
+    if not found:
+        raise MiddlewareOrderError(
+            f"{type(broker).__name__} has no SagaMiddleware: call broker.add_middleware(SagaMiddleware(...)) "
+            "and dramatiq.set_broker(broker) before workflows are declared"
+        )
+    if len(found) > 1:
+        raise MiddlewareOrderError(f"{type(broker).__name__} has {len(found)} SagaMiddlewares: add exactly one")
+    return found[0]
+
+
+def check_order(broker: Broker, ours: SagaMiddleware) -> None:
+    """Refuse an order in which Dramatiq would act on a result before it is recorded.
+
+    Raises:
+      MiddlewareOrderError: names what stands in the wrong place and the line that mends it.
+    """
+    middleware_of(broker)
+    place = broker.middleware.index(ours)
+    late = [type(other).__name__ for other in broker.middleware[place + 1 :] if isinstance(other, _BEFORE_OURS)]
+    if late:
+        raise MiddlewareOrderError(
+            f"SagaMiddleware stands before {', '.join(late)}, whose after hooks would run before an outcome is recorded: "
+            f"add it last, or with broker.add_middleware(SagaMiddleware(...), after={late[-1]})"
+        )
+
+
+def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
+    """The Dramatiq message of one row: it carries ids, never payloads (C49)."""
+    facts: dict[str, Any] = {"kind": outgoing.kind, "run": outgoing.run_id}
+    options: dict[str, Any] = dict(outgoing.options) if outgoing.options else {}
+    if outgoing.kind != "drive":
+        facts["sequence"] = outgoing.sequence
+        if outgoing.cycle:
+            facts["cycle"] = outgoing.cycle
+        if outgoing.attempts:
+            facts["attempts"] = outgoing.attempts
+        if outgoing.tries:
+            options["retries"] = outgoing.tries
+    if outgoing.priority is not None:
+        options["priority"] = outgoing.priority
+    options[OPTION] = facts
+    return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+
+
+def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:
+    broker.declare_queue(message.queue_name)
+    broker.enqueue(message, delay=delay or None)
+
+
+def _facts(broker: Broker, name: str) -> ActorFacts | None:
+    actor = broker.actors.get(name)
+    return None if actor is None else ActorFacts(name, actor.queue_name, actor.priority)
+
+
+__all__ = ["BootRefusedError", "SagaMiddleware", "WithheldError", "build_message", "check_order", "middleware_of"]

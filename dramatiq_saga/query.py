@@ -1,0 +1,162 @@
+"""Finding runs (API: ``query()``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import dramatiq
+
+from .clock import moment_to_ms
+from .handle import FlowHandle
+from .middleware import middleware_of
+from .statuses import FlowStatus
+
+if TYPE_CHECKING:
+    from dramatiq import Broker
+
+#: Rows that one read fetches while a query is iterated over.
+PAGE = 200
+
+_ORDERS = {
+    "newest": "created_at DESC, id DESC",
+    "oldest": "created_at, id",
+}
+
+
+@dataclass(frozen=True)
+class FlowQuery:
+    """A search for runs. Iterating reads page by page, so a run that ends meanwhile may be seen as it was before."""
+
+    _broker: Broker
+    workflow: str | None = None
+    status: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str | None], ...] = ()
+    before: int | None = None
+    after: int | None = None
+    order: str = "newest"
+    limit: int | None = None
+
+    def where(self, **conditions: Any) -> FlowQuery:
+        """This search, narrowed: the same conditions as :func:`query` takes."""
+        known = _conditions(**conditions)
+        if "tags" in known:
+            known["tags"] = self.tags + known["tags"]
+        return replace(self, **known)
+
+    def __iter__(self) -> Iterator[FlowHandle[Any]]:
+        middleware = middleware_of(self._broker)
+        store = middleware.engine(self._broker).store
+        descending = self.order == "newest"
+        last: tuple[int, str] | None = None
+        left = self.limit
+        while left is None or left > 0:
+            where, params = self._where()
+            if last is not None:
+                sign = "<" if descending else ">"
+                where += f" AND (r.created_at {sign} ? OR (r.created_at = ? AND r.id {sign} ?))"
+                params += [last[0], last[0], last[1]]
+            size = PAGE if left is None else min(PAGE, left)
+            order = ", ".join("r." + part for part in _ORDERS[self.order].split(", "))
+            sql = f"SELECT r.id, r.workflow, r.created_at FROM {{flow_runs}} r WHERE {where} ORDER BY {order} LIMIT {size}"
+            rows = store.read(lambda tx, sql=sql, params=params: tx.all(sql, params))  # type: ignore[misc]
+            for run_id, workflow, _ in rows:
+                yield FlowHandle(run_id, workflow, middleware, self._broker)
+            if len(rows) < size:
+                return
+            last = (rows[-1][2], rows[-1][0])
+            left = None if left is None else left - len(rows)
+
+    def first(self) -> FlowHandle[Any] | None:
+        """The first run found, in the query's order; ``None`` without one."""
+        return next(iter(replace(self, limit=1)), None)
+
+    def count(self) -> int:
+        """How many runs there are, ``limit`` aside."""
+        where, params = self._where()
+        store = middleware_of(self._broker).engine(self._broker).store
+        row = store.read(lambda tx: tx.one(f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {where}", params))
+        return int(row[0]) if row else 0
+
+    def _where(self) -> tuple[str, list[Any]]:
+        clauses, params = ["1 = 1"], []
+        if self.workflow is not None:
+            clauses.append("r.workflow = ?")
+            params.append(self.workflow)
+        if self.status:
+            clauses.append(f"r.status IN ({', '.join('?' * len(self.status))})")
+            params.extend(self.status)
+        for name, value in self.tags:
+            match = "t.value IS NULL" if value is None else "t.value = ?"
+            clauses.append(f"EXISTS (SELECT 1 FROM {{tags}} t WHERE t.run_id = r.id AND t.name = ? AND {match})")
+            params.append(name)
+            if value is not None:
+                params.append(value)
+        if self.before is not None:
+            clauses.append("r.created_at < ?")
+            params.append(self.before)
+        if self.after is not None:
+            clauses.append("r.created_at >= ?")
+            params.append(self.after)
+        return " AND ".join(clauses), params
+
+
+def query(
+    *,
+    workflow: Any = None,
+    status: FlowStatus | str | Iterable[FlowStatus | str] | None = None,
+    tags: Mapping[str, str | int | None] | None = None,
+    before: datetime | None = None,
+    after: datetime | None = None,
+    order: str | None = None,
+    limit: int | None = None,
+    broker: Broker | None = None,
+) -> FlowQuery:
+    """A search for runs; iterate over it, or ask for ``first()`` or ``count()``.
+
+    Parameters:
+      workflow: a :class:`~dramatiq_saga.Workflow` or its name.
+      status: one status or several.
+      tags: every one of them has to be there with that value.
+      before, after: when the run was started, as aware ``datetime`` objects.
+      order: ``"newest"`` (default) or ``"oldest"`` first.
+      limit: how many at most.
+      broker: the global one by default.
+    """
+    conditions = _conditions(workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit)
+    return FlowQuery(broker or dramatiq.get_broker(), **conditions)
+
+
+def _conditions(
+    *,
+    workflow: Any = None,
+    status: Any = None,
+    tags: Mapping[str, Any] | None = None,
+    before: datetime | None = None,
+    after: datetime | None = None,
+    order: str | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if workflow is not None:
+        given["workflow"] = workflow if isinstance(workflow, str) else workflow.name
+    if status is not None:
+        words = [status] if isinstance(status, str) else list(status)
+        given["status"] = tuple(FlowStatus(word).value for word in words)
+    if tags is not None:
+        given["tags"] = tuple((name, None if value is None else str(value)) for name, value in tags.items())
+    if before is not None:
+        given["before"] = moment_to_ms(before)
+    if after is not None:
+        given["after"] = moment_to_ms(after)
+    if order is not None:
+        if order not in _ORDERS:
+            raise ValueError(f"order is one of {', '.join(_ORDERS)}, not {order!r}")
+        given["order"] = order
+    if limit is not None:
+        if limit < 1:
+            raise ValueError(f"limit is at least 1, not {limit}")
+        given["limit"] = limit
+    return given

@@ -1,0 +1,389 @@
+"""Where an actor's call becomes a step: claim, body, fence, in one wrapper around the call (ARCHITECTURE, "what bites").
+
+Dramatiq swallows what its hooks raise, so a claim or an outcome in a hook could be lost without a trace. The wrapper stands
+around the actor's function instead and answers only for the message at hand; an actor that is called directly inside a body
+stays a plain call. What never reaches an actor (a message too old, an actor nobody knows, a skip, a message given up after its
+last try) is handled by the middleware's hooks with the verbs below.
+
+Nothing is acknowledged before its outcome is durable (FENCE-3): while the store refuses, the outcome is kept here and tried
+again, and the acknowledgement waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimit
+
+from .codec import decode, describe_error, encode
+from .engine import drive as drives
+from .engine import fence, rollback
+from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
+from .engine.rows import Outgoing
+from .errors import (
+    NotSerializableError,
+    ResultNotSerializableError,
+    StepLeftTransactionError,
+    StoreError,
+)
+from .interrupts import Body, disarm, shielded
+
+if TYPE_CHECKING:
+    from dramatiq import Broker
+    from dramatiq.broker import MessageProxy
+
+    from .engine.core import Engine, Sender
+    from .store.database import Tx
+
+T = TypeVar("T")
+
+#: The message option that makes a message one of ours.
+OPTION = "saga"
+
+#: Longest hop of a message that is put back on a broker of another kind, in milliseconds (CLAIM-2).
+MAX_HOP_MS = 60_000
+
+_CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
+_UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+
+_current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
+
+
+def current_step() -> Step | None:
+    """The step or compensation that is running here; ``None`` outside of one."""
+    return _current.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a body may know of the step that it is (API: ``current_step()``).
+
+    ``attempt`` is the number of this claim. ``idempotency_key`` is stable over tries and reclaims (FENCE-4). In a compensation
+    ``undoes`` says what is undone (COMP-7); ``None`` in a step.
+    """
+
+    run_id: str
+    sequence: int
+    attempt: int
+    idempotency_key: str
+    workflow_name: str
+    undoes: Undoes | None
+    _engine: Engine
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the run no longer wants this: for bodies that take long to look at now and then. Reads the database."""
+        row = self._engine.store.read(lambda tx: tx.one(_CANCELLED, (self.run_id,)))
+        if row is None:
+            return True
+        if self.undoes is not None:
+            return bool(row[1] != "running")
+        return row[0] not in ("pending", "running", "waiting")
+
+
+class Delivery:
+    """One message of ours in this worker, and how far it has come."""
+
+    __slots__ = ("actor", "claim", "failure", "job", "message", "retry_asked", "retry_sent", "run_id", "state")
+
+    def __init__(self, message: MessageProxy) -> None:
+        facts = message.options[OPTION]
+        self.message = message
+        self.actor = message.actor_name
+        self.run_id: str = facts["run"]
+        self.job: Job | None = None
+        if facts["kind"] != "drive":
+            self.job = Job(
+                facts["kind"],
+                facts["run"],
+                facts["sequence"],
+                facts.get("cycle", 0),
+                facts.get("attempts", 0),
+                message.message_id,
+            )
+        self.claim: Claim | None = None
+        self.state = "new"  # new -> claimed -> failed | done
+        self.failure: BaseException | None = None
+        self.retry_asked = False
+        self.retry_sent = False
+
+
+class Runner:
+    """Runs what messages ask for: steps and compensations behind their claims, and drives."""
+
+    def __init__(self, engine: Engine, broker: Broker, sender: Sender, *, inline: bool = False) -> None:
+        self.inline = inline  # an interrupt in this thread is somebody else's, and not to be taken away
+        self.engine = engine
+        self.broker = broker
+        self.sender = sender
+        self.stopping = threading.Event()
+        self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
+
+    # --- patience ----------------------------------------------------------------------------------------------------
+
+    def persist(self, part: Callable[[], T]) -> T:
+        """``part()``, again and again while the store refuses: a store error spends nothing and loses nothing (NATIVE-7)."""
+        delay = 0.05
+        while True:
+            try:
+                return part()
+            except StoreError as error:
+                if self.stopping.is_set():
+                    raise
+                self.log.warning("store_unavailable", error=f"{type(error).__name__}: {error}", retry_in=delay)
+                self.stopping.wait(delay)
+                delay = min(delay * 2, 5.0)
+
+    # --- steps and compensations -------------------------------------------------------------------------------------
+
+    def perform(self, delivery: Delivery, fn: Callable[..., Any]) -> Any:
+        """Claim, run, record. Returns what Dramatiq is to see, and raises what Dramatiq is to try again."""
+        job = delivery.job
+        assert job is not None
+        attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
+        claim, interrupt = shielded(lambda: self.persist(attempt.run))
+        if isinstance(claim, Lost):
+            self._lost(delivery, claim)
+            return None
+        delivery.claim, delivery.state = claim, "claimed"
+        delivery.message.options[OPTION] = {**delivery.message.options[OPTION], "attempts": claim.attempts}
+        if interrupt is not None:
+            self._release(delivery, claim)
+            return None
+        body = Body(lambda: self._call(claim, fn), None if self.inline else self.broker)
+        body.run()
+        return self._conclude(delivery, claim, body)
+
+    def _call(self, claim: Claim, fn: Callable[..., Any]) -> Any:
+        args, kwargs = decode(claim.args)
+        token = _current.set(self._step(claim))
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _current.reset(token)
+
+    def _step(self, claim: Claim) -> Step:
+        undoes = None
+        if claim.undoes is not None:
+            outcome, key = claim.undoes
+            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, (claim.job.run_id, claim.job.sequence)))
+            undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
+        return Step(
+            claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
+        )
+
+    def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> Any:
+        """Record how the body ended; from here on nothing may interrupt (FENCE-5)."""
+        left = self.engine.store.abandon_host_transaction()
+        if left:
+            error = StepLeftTransactionError(
+                f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
+            )
+            error.__cause__ = body.error
+            body.returned, body.error = [], error
+        if body.returned:
+            value = body.returned[0]
+            shielded(lambda: self.persist(lambda: self._succeed(delivery, claim, value)))
+            return value if self._wanted_by_dramatiq(delivery) else None
+        assert body.error is not None
+        failure = body.error
+        if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
+            self._release(delivery, claim)
+            if self.inline:
+                raise failure
+            return None
+        if isinstance(failure, SkipMessage):
+            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, describe_error(failure), failure)))
+            return None
+        text = describe_error(failure)
+        landed, _ = shielded(lambda: self.persist(lambda: fence.fail_try(self.engine, claim, text)))
+        if not landed:
+            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, text, failure)))
+            return None
+        delivery.state, delivery.failure = "failed", failure
+        raise failure
+
+    def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
+        if claim.job.kind == "compensation":
+            rollback.settle(self.engine, rollback.completed(claim), self.sender, delivery.message)
+            delivery.state = "done"
+            return
+        try:
+            data = encode(value, f"the result of {claim.actor}")
+        except NotSerializableError as error:
+            self._unstorable(delivery, claim, error)
+            return
+        try:
+            fence.settle(self.engine, fence.completed(claim, data), self.sender, delivery.message)
+        except (StoreError, Interrupt):
+            raise
+        except Exception as error:  # the database will not have this value: too large a packet, for example (CODEC-2)
+            self.log.error("result_refused", run_id=claim.job.run_id, sequence=claim.job.sequence, exc_info=error)
+            self._unstorable(delivery, claim, error)
+            return
+        delivery.state = "done"
+
+    def _unstorable(self, delivery: Delivery, claim: Claim, cause: Exception) -> None:
+        error = ResultNotSerializableError(f"{claim.actor} did its work, but its result cannot be stored: {cause}")
+        error.__cause__ = cause
+        self._settle(delivery, claim, describe_error(error), error)
+
+    def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> None:
+        """Record a failure that no further try can mend."""
+        if claim.job.kind == "step":
+            fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
+        else:
+            rollback.settle(self.engine, replace(rollback.failed(claim, text), exception=error), self.sender, delivery.message)
+        delivery.state = "done"
+
+    def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
+        """Whether the value goes on to Dramatiq: it does where something there asked for it (NATIVE-5)."""
+        options, actor = delivery.message.options, self.broker.get_actor(delivery.actor)
+        return options.get("pipe_target") is not None or bool(options.get("store_results", actor.options.get("store_results")))
+
+    def _time_limit(self, delivery: Delivery) -> int | None:
+        """The time limit that Dramatiq applies to this message, in milliseconds."""
+        for middleware in self.broker.middleware:
+            if isinstance(middleware, TimeLimit):
+                actor = self.broker.get_actor(delivery.actor)
+                limit = delivery.message.options.get("time_limit") or actor.options.get("time_limit", middleware.time_limit)
+                return None if limit == float("inf") else int(limit)
+        return None
+
+    # --- ways that end without an outcome ----------------------------------------------------------------------------
+
+    def _release(self, delivery: Delivery, claim: Claim) -> None:
+        """Give the claim back by its token and the message with it: no try spent (NATIVE-4, FENCE-5)."""
+
+        def part() -> None:
+            now = self.engine.now()
+
+            def operation(tx: Tx) -> None:
+                give_back(tx, self.engine, claim, now=now)
+                self._put_back_in(tx, delivery, 0)
+
+            self.engine.store.write(operation)
+            self._put_back_after(delivery, 0)
+
+        self._disarm()
+        shielded(lambda: self.persist(part))
+        delivery.state = "done"
+
+    def _lost(self, delivery: Delivery, lost: Lost) -> None:
+        """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
+        job, engine = lost.job, self.engine
+        self._disarm()
+        if lost.status is not None:
+            engine.anomalies.claim_lost(
+                row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
+                orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
+            )  # fmt: skip
+        delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
+
+        def part() -> None:
+            if lost.unseen and lost.run_status in ("pending", "running", "waiting"):
+                self.wake(job.run_id)
+            elif not self.sender.joins:
+                drives.send_unsent(engine, job.run_id, self.sender)
+            if lost.retry_at is not None:
+                delay = max(0, lost.retry_at - engine.now()) + 1
+                engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+                self._put_back_after(delivery, delay)
+
+        shielded(lambda: self.persist(part))
+        delivery.state = "done"
+
+    def _disarm(self) -> None:
+        if not self.inline:
+            disarm(self.broker)
+
+    def _put_back_in(self, tx: Tx, delivery: Delivery, delay: int) -> None:
+        """With a database broker, the queue row goes back in the transaction."""
+        message: Any = delivery.message
+        if self.sender.joins and not message.settled:
+            self.broker.release(tx, message.reservation, delay=delay)  # type: ignore[attr-defined]
+
+    def _put_back_after(self, delivery: Delivery, delay: int) -> None:
+        """With another broker a copy is sent once the write has committed; the original is acknowledged after that."""
+        message: Any = delivery.message
+        if self.sender.joins:
+            message.settled = True
+            return
+        copy = message.copy(options={OPTION: message.options[OPTION]})
+        copy.options.pop("store_results", None)
+        copy.options.pop("eta", None)
+        self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
+
+    # --- drives ------------------------------------------------------------------------------------------------------
+
+    def drive(self, delivery: Delivery) -> None:
+        """Drive the run that a message names; an interrupt aborts the drive, and the run is driven again (FENCE-5)."""
+        try:
+            self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
+        except Interrupt:
+            self._disarm()
+
+            def part() -> None:
+                self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, 1000))
+                self._put_back_after(delivery, 1000)
+
+            shielded(lambda: self.persist(part))
+        delivery.state = "done"
+
+    def wake(self, run_id: str) -> None:
+        """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
+        snapshot = drives.load(self.engine, run_id)
+        if snapshot is None:
+            return
+        if self.engine.drives(snapshot.workflow):
+            drives.drive(self.engine, run_id, self.sender, None)
+            return
+        outbox = self.sender.outbox(None)
+        outbox.load([Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority)])
+        self.engine.store.write(outbox.stage)
+        outbox.delivered()
+
+    # --- what the middleware's hooks call ----------------------------------------------------------------------------
+
+    def give_up(self, delivery: Delivery) -> None:
+        """Dramatiq will not try again: say so on the row, and drive the run on, before the message is gone (NATIVE-2)."""
+        claim = delivery.claim
+        assert claim is not None
+
+        def part() -> None:
+            if claim.job.kind == "step":
+                outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
+                fence.settle(self.engine, outcome, self.sender, None)
+            else:
+                rollback.settle(
+                    self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                )
+
+        shielded(lambda: self.persist(part))
+        delivery.state = "done"
+
+    def refuse(self, job: Job, actor: str, error: BaseException) -> None:
+        """A message ended before any claim: its row fails with a clear cause, if it is as it was when the message was sent (NATIVE-3)."""
+        text = describe_error(error)
+
+        def part() -> None:
+            if job.kind == "step":
+                run = drives.load(self.engine, job.run_id)
+                if run is None:
+                    return
+                outcome = fence.Outcome(
+                    "refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error
+                )
+                fence.settle(self.engine, outcome, self.sender, None)
+            else:
+                rollback.settle(
+                    self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
+                )
+
+        shielded(lambda: self.persist(part))

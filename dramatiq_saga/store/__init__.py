@@ -1,0 +1,1 @@
+"""Rows and transactions. Beside brokers/ and backends/ the only importer of Peewee."""

@@ -1,0 +1,231 @@
+"""SQLite connections of the engine's own: how they are opened, with which pragmas, and the pool that reads use.
+
+Invariant: every connection that the engine opens has the engine's pragmas, whoever made the ``Database`` object (C40), and
+no host or step ever sees one of them (C59). What the user has set explicitly stands. Nothing is opened before its first use,
+and a connection never crosses a fork.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from peewee import Database, SqliteDatabase
+
+from ..errors import DatabaseUnusableError, StoreError
+from .rollback_proof import RETRYABLE, sqlite_code
+from .sql import Statements
+from .transactions import SQLiteTx, Tx, as_peewee
+
+T = TypeVar("T")
+
+logger = logging.getLogger("dramatiq_saga")
+
+#: How long a connection waits for a lock that somebody else holds, seconds.
+BUSY_TIMEOUT = 5.0
+
+#: What the engine wants on each of its connections, unless the user has set it otherwise. The page size counts only for a
+#: file that does not exist yet, and has to come before the journal mode, which creates it.
+PRAGMAS: dict[str, object] = {
+    "page_size": 4096,
+    "journal_mode": "wal",
+    "synchronous": "full",
+    "foreign_keys": "on",
+    "journal_size_limit": 64 * 1024 * 1024,
+}
+
+#: Of those, what a user's own ``Database`` is given for good, so that host transactions which the engine joins are as
+#: durable as the engine's. Foreign keys stay the host's affair on the host's connections.
+SHARED_PRAGMAS = ("journal_mode", "synchronous")
+
+#: The first SQLite with RETURNING.
+MINIMUM_SQLITE = (3, 35, 0)
+
+_CANNOT_OPEN, _NOT_A_DATABASE, _READ_ONLY, _CORRUPT, _DENIED = 14, 26, 8, 11, 23
+
+# Connections that belong to the parent process. Closing one here could let go of the parent's locks, so none is closed.
+_inherited: list[object] = []
+
+
+def new_sqlite(path: str) -> SqliteDatabase:
+    """A Database object for a file of ours."""
+    return SqliteDatabase(path, pragmas=list(PRAGMAS.items()), timeout=BUSY_TIMEOUT, cached_statements=256)
+
+
+def share_pragmas(database: SqliteDatabase) -> None:
+    """Set on a user's own Database what joined host transactions need and the user has not chosen."""
+    chosen = _chosen(database)
+    missing = [(name, PRAGMAS[name]) for name in SHARED_PRAGMAS if name not in chosen]
+    database._pragmas = [*database._pragmas, *missing]
+
+
+def is_memory(database: Database) -> bool:
+    """Whether each connection of this Database is a database of its own."""
+    name = str(database.database)
+    return name in (":memory:", "") or "mode=memory" in name or name.startswith("file::memory:")
+
+
+def file_of(database: Database) -> str | None:
+    """The path of the file, where there is one."""
+    name = str(database.database)
+    if is_memory(database):
+        return None
+    return name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name
+
+
+class Connector:
+    """Opens connections for the engine from a user's Database, without touching its state."""
+
+    def __init__(self, database: SqliteDatabase) -> None:
+        self._database = database
+
+    def open(self, **params: object) -> sqlite3.Connection:
+        """A new connection with the engine's pragmas. Raises DatabaseUnusableError, naming the path and the way out."""
+        if sqlite3.sqlite_version_info < MINIMUM_SQLITE:
+            raise DatabaseUnusableError(
+                f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; use a newer Python build"
+            )
+        # A shallow twin has its own connect parameters and pragmas and shares nothing that a host would notice.
+        twin = copy.copy(self._database)
+        twin.connect_params = {**self._database.connect_params, **params}
+        chosen = _chosen(self._database)
+        # page_size leads, whoever chose the rest: nothing may create the file before it is set
+        twin._pragmas = [
+            *((name, value) for name, value in PRAGMAS.items() if name not in chosen),
+            *self._database._pragmas,
+        ]
+        deadline = time.monotonic() + max(float(self._database.timeout or 0), BUSY_TIMEOUT)
+        while True:
+            try:
+                connection = _connect(twin)
+                self._check(connection, chosen)
+                return connection
+            except sqlite3.Error as exc:
+                # Who else is here: another process that turns the same new file into WAL. It holds the file for itself for
+                # a moment, and SQLite does not wait for that everywhere, so this does. test_twelve_processes_start_at_once
+                if sqlite_code(exc) not in RETRYABLE or time.monotonic() > deadline:
+                    raise self.unusable(exc) from as_peewee(exc)
+            time.sleep(random.uniform(0.001, 0.02))
+
+    def _check(self, connection: sqlite3.Connection, chosen: dict[str, object]) -> None:
+        if not isinstance(connection, sqlite3.Connection):
+            raise DatabaseUnusableError(
+                f"{type(self._database).__name__} does not use Python's sqlite3 driver; use peewee.SqliteDatabase for the saga tables"
+            )
+        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+        if mode != "wal" and "journal_mode" not in chosen and not is_memory(self._database):
+            logger.warning(
+                "%s has journal mode %s, not WAL: readers and the writer will wait for each other. A network or read-only file "
+                "system cannot do WAL; keep the file on a local disk",
+                self._database.database,
+                mode,
+            )
+
+    def unusable(self, exc: BaseException) -> DatabaseUnusableError:
+        """The error for a file that cannot serve, with the way out."""
+        path = file_of(self._database) or str(self._database.database)
+        code = sqlite_code(exc)
+        primary = code & 0xFF if code is not None else None
+        parent = Path(path).resolve().parent
+        if primary == _CANNOT_OPEN and not parent.is_dir():
+            hint = f"the directory {parent} does not exist: create it"
+        elif primary in (_CANNOT_OPEN, _DENIED):
+            hint = f"check that it is a file and that this user may read and write it and the directory {parent}"
+        elif primary == _NOT_A_DATABASE:
+            hint = "it is not an SQLite database (or is encrypted): choose another path"
+        elif primary == _READ_ONLY:
+            hint = f"it is read-only: this user must be able to write the file and the directory {parent}"
+        elif primary == _CORRUPT:
+            hint = "it is damaged: restore a backup, or see https://sqlite.org/recovery.html"
+        elif code in RETRYABLE:
+            hint = "another process keeps it locked: find it (a backup, an open shell) and let it finish"
+        else:
+            hint = "check the disk and the permissions"
+        return DatabaseUnusableError(f"cannot use the SQLite file {path}: {exc}; {hint}")
+
+
+class Readers:
+    """Read-only connections, each lent to one read at a time. As many exist as there were reads at once."""
+
+    def __init__(self, connector: Connector, texts: Statements) -> None:
+        self._connector = connector
+        self._texts = texts
+        self._idle: deque[tuple[sqlite3.Connection, SQLiteTx]] = deque()
+
+    def read(self, operation: Callable[[Tx], T]) -> tuple[T, list[Callable[[], None]] | None]:
+        """Run ``operation`` in one snapshot, in the calling thread.
+
+        An interrupt that lands anywhere in here costs at most the connection: only one that is known to be idle goes back.
+        """
+        try:
+            pair = self._idle.pop()
+        except IndexError:
+            connection = self._connector.open(check_same_thread=False)
+            connection.execute("PRAGMA query_only = on")
+            pair = connection, SQLiteTx(connection, self._texts)
+        connection, tx = pair
+        tx.callbacks = None
+        try:
+            connection.execute("BEGIN")
+            value = operation(tx)
+            callbacks = tx.callbacks
+            connection.execute("COMMIT")
+        except BaseException as exc:
+            try:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                self._idle.append(pair)
+            except sqlite3.Error:
+                connection.close()
+            error = as_peewee(exc)
+            if sqlite_code(error) in RETRYABLE:
+                raise StoreError(f"the database could not be read: {error}", "body", sqlite_code(error), True) from error
+            if error is exc:
+                raise
+            raise error from None
+        self._idle.append(pair)
+        return value, callbacks
+
+    def close(self) -> None:
+        """Close what is idle; what is in use is closed by whoever returns to a closed pool."""
+        while self._idle:
+            self._idle.pop()[0].close()
+
+    def abandon(self) -> None:
+        """In a forked child: forget the parent's connections without closing them."""
+        _inherited.append(self._idle)
+        self._idle = deque()
+
+
+def keep_inherited(thing: object) -> None:
+    """Never let this connection of the parent process be closed here."""
+    _inherited.append(thing)
+
+
+def _chosen(database: SqliteDatabase) -> dict[str, object]:
+    return {str(name).lower(): value for name, value in database._pragmas}
+
+
+def _connect(database: SqliteDatabase) -> sqlite3.Connection:
+    """A driver connection made the way this class makes them, past any pool: a pool may hand out a used one."""
+    from playhouse.pool import PooledDatabase
+
+    maker: Any = super(PooledDatabase, database) if isinstance(database, PooledDatabase) else database
+    return cast("sqlite3.Connection", maker._connect())
+
+
+def same_file(path: str, identity: tuple[int, int]) -> bool:
+    """Whether the path still leads to the file that was opened."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == identity

@@ -1,0 +1,163 @@
+"""Host transactions: running inside one, and learning how it ended (HOST-1).
+
+A call made while the calling thread has a transaction of the store's own ``Database`` open runs right there, in a savepoint:
+it commits or vanishes with its host. Invariant: a callback runs after the host's outermost commit, and only if neither the
+transaction nor any savepoint around the write was rolled back. Peewee forgets its callbacks when a transaction rolls back,
+but not when a savepoint does, so this module listens for savepoints from the first callback on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import peewee
+from peewee import Database
+
+from ..errors import StoreError, WriteRefusedError
+from .rollback_proof import RETRYABLE, sqlite_code
+from .sql import SQLITE, Statements
+from .tickets import run_callbacks
+from .transactions import ServerTx, SQLiteTx, Tx
+
+T = TypeVar("T")
+
+_SAVEPOINT = re.compile(r"\s*(SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK\s+TO(?:\s+SAVEPOINT)?)\s+(.+?)\s*;?\s*$", re.IGNORECASE)
+
+_numbers = itertools.count(1)
+
+
+class Joining:
+    """Runs operations inside the calling thread's own transaction of one Database."""
+
+    def __init__(self, database: Database, dialect: str, texts: Statements) -> None:
+        self._database = database
+        self._dialect = dialect
+        self._texts = texts
+        self._local = threading.local()
+        self._listening = False
+
+    def is_open(self) -> bool:
+        """Whether the calling thread really is inside a transaction, not only on Peewee's books.
+
+        Between the two COMMITs of ``transaction.commit()`` in the middle of a block, Peewee still counts one.
+        """
+        if not self._database.in_transaction():
+            return False
+        connection = self._database.connection()
+        if self._dialect == SQLITE:
+            return bool(connection.in_transaction)
+        adapter = getattr(self._database, "_adapter", None)
+        if adapter is not None:
+            return bool(adapter.txn_status(connection) != adapter.txn_idle)
+        status = getattr(connection, "server_status", None)
+        return status is None or bool(status & 1)
+
+    def run(self, operation: Callable[[Tx], T], outer: SQLiteTx | ServerTx | None) -> T:
+        """Run ``operation`` in a savepoint of the open transaction; ``outer`` is the engine's, when it is one."""
+        tx = outer or self._host_tx()
+        collected, tx.callbacks = tx.callbacks, None
+        name = f"saga_{next(_numbers)}"
+        execute = self._database.execute_sql
+        try:
+            execute(f"SAVEPOINT {name}")
+            try:
+                value = operation(tx)
+            except BaseException as exc:
+                self._undo(name, exc)
+                raise
+            execute(f"RELEASE SAVEPOINT {name}")
+            registered = tx.callbacks
+        finally:
+            tx.callbacks = collected
+        for callback in registered or ():
+            if outer is not None:
+                outer.after_commit(callback)
+            else:
+                self._after_host_commit(callback)
+        return value
+
+    def _host_tx(self) -> SQLiteTx | ServerTx:
+        connection = self._database.connection()
+        if self._dialect == SQLITE:
+            return SQLiteTx(connection, self._texts)
+        return ServerTx(connection.cursor(), self._dialect, self._texts)
+
+    def _undo(self, name: str, error: BaseException) -> None:
+        """Roll back to the savepoint; raises the refusal that a contended SQLite write deserves."""
+        try:
+            self._database.execute_sql(f"ROLLBACK TO SAVEPOINT {name}")
+            self._database.execute_sql(f"RELEASE SAVEPOINT {name}")
+        except (peewee.PeeweeException, AttributeError):
+            return  # the whole transaction is gone, and `error` is why: its owner has to see that
+        code = sqlite_code(error)
+        if code in RETRYABLE:
+            raise WriteRefusedError(
+                f"the host transaction could not write: {error}; begin it with atomic('IMMEDIATE') and run it again as a whole",
+                "body",
+                code,
+                True,
+            ) from error
+
+    # --- callbacks ---------------------------------------------------------------------------------------------------
+
+    def _after_host_commit(self, callback: Callable[[], None]) -> None:
+        if isinstance(self._database.top_transaction(), peewee._manual):
+            raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
+        if not self._listening:
+            self._database.query_hooks.append(self._heard)
+            self._listening = True
+        log = self._log()
+        if not any(isinstance(entry, weakref.ref) and entry() for entry in log):
+            log.clear()  # what an earlier transaction left behind
+        waiting = _Waiting(callback)
+        log.append(weakref.ref(waiting))
+        self._database.after_commit(waiting.fire)  # the only strong reference: a rollback drops it
+
+    def _heard(self, event: Any) -> None:
+        """After each statement of a host on this Database: follow the savepoints that are opened around callbacks."""
+        log = self._log()
+        if not log or event.exception is not None:
+            return
+        match = _SAVEPOINT.match(event.sql)
+        if match is None:
+            return
+        verb, name = match.group(1).upper(), match.group(2)
+        if verb == "SAVEPOINT":
+            log.append(name)
+            return
+        # A name that is not in the log was opened before the first callback, so it encloses all of them.
+        position = len(log) - 1 - log[::-1].index(name) if name in log else -1
+        if verb.startswith("ROLLBACK"):
+            for entry in log[position + 1 :]:
+                waiting = entry() if isinstance(entry, weakref.ref) else None
+                if waiting is not None:
+                    waiting.callback = None
+            del log[position + 1 :]
+        elif position >= 0:
+            log[position:] = [entry for entry in log[position:] if isinstance(entry, weakref.ref)]
+
+    def _log(self) -> list[Any]:
+        try:
+            log: list[Any] = self._local.log
+        except AttributeError:
+            log = self._local.log = []
+        return log
+
+
+class _Waiting:
+    """A callback that waits for the commit of a host transaction."""
+
+    __slots__ = ("__weakref__", "callback")
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def fire(self) -> None:
+        callback, self.callback = self.callback, None
+        if callback is not None:
+            run_callbacks([callback])

@@ -1,0 +1,282 @@
+"""Declaring and starting workflows (API: ``workflow``, ``Workflow``).
+
+A workflow is registered as an ordinary Dramatiq actor under its own name: a message to it drives one run. So queues,
+priorities, dashboards, metrics and dead letters show workflows like any other actor.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import dramatiq
+from dramatiq import Actor, Broker
+
+from .clock import moment_to_ms, to_ms, uuid7
+from .codec import encode_call
+from .engine import runs
+from .engine.core import WorkflowDefinition
+from .engine.replay import refuse_inside_workflow
+from .errors import SagaError
+from .flow import Flow
+from .handle import FlowHandle
+from .inline import run_inline
+from .middleware import middleware_of
+from .store.models import ID_LENGTH, NAME_LENGTH
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_REFUSED = {
+    "max_retries": "a workflow is driven until it ends; its steps have tries",
+    "max_age": "a run has a deadline: expires_in",
+    "store_results": "the run keeps its result: FlowHandle.result()",
+}
+
+
+class Workflow(Generic[P, R]):
+    """A declared workflow. Calling it is refused: start a run with :meth:`send`, or :meth:`run_sync` in this process.
+
+    Attributes:
+      fn: the decorated function.
+      name: the name that runs, actors and the command line know it by.
+      actor: the Dramatiq actor that drives its runs.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[Concatenate[Flow, P], R],
+        *,
+        name: str,
+        queue_name: str,
+        version: str | None,
+        expires_in: float | timedelta | None,
+        tags: Mapping[str, str | int | None] | None,
+        priority: int,
+        time_limit: int | None,
+        broker: Broker,
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.queue_name = queue_name
+        self.version = version
+        self.expires_in = expires_in
+        self.tags = dict(tags or {})
+        self.broker = broker
+        self._priority = priority
+        self._middleware = middleware = middleware_of(broker)
+        self._signature = _signature(fn, name)
+        options: dict[str, Any] = {}
+        if "max_retries" in broker.actor_options:
+            options["max_retries"] = None  # a drive that fails for a reason of the engine's own is tried again, always
+        if time_limit is not None:
+            options["time_limit"] = time_limit
+        drive = functools.partial(middleware.drive_from_message, broker, name)
+        functools.update_wrapper(drive, fn)
+        self.actor: Actor[Any, Any] = _WorkflowActor(
+            drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options
+        )
+        middleware.engine(broker).workflows[name] = WorkflowDefinition(name, fn, queue_name, version)
+        functools.update_wrapper(self, fn, updated=())
+
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> FlowHandle[R]:
+        """Start a run. With a database broker the run and its first message are one transaction (DRIVE-3).
+
+        Raises:
+          TypeError: the arguments do not fit the function's signature.
+          NotSerializableError: they cannot be stored; the error names the path.
+        """
+        return self.send_with_options(args=args, kwargs=kwargs)
+
+    def send_with_options(
+        self,
+        *,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, str | int | None] | None = None,
+        expires_in: float | timedelta | None = None,
+        expires_at: datetime | None = None,
+        delay: int | timedelta | None = None,
+        version: str | None = None,
+        **options: Any,
+    ) -> FlowHandle[R]:
+        """Start a run with more to say about it.
+
+        Parameters:
+          run_id: an id of your own, at most 128 characters. If a run with it is there, with the same arguments, nothing is
+            started and the handle is one on that run.
+          tags: found again by ``query()``; they add to the workflow's own.
+          expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
+          delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
+          **options: Dramatiq options for the run's own messages, ``priority`` for example.
+
+        Raises:
+          RunConflictError: the id is taken by a run of another workflow, or with other arguments.
+        """
+        new = self._new_run(args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options)
+        engine = self._middleware.engine(self.broker)
+        runs.start(engine, new, self._middleware.sender(self.broker))
+        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+
+    def run_sync(self, *args: P.args, **kwargs: P.kwargs) -> FlowHandle[R]:
+        """Run to the end in this process, steps included, through the same rows as a queued run (SYNC-1).
+
+        Tries of a step follow each other without waiting. What ends the run is on the handle: ``result()`` returns or raises.
+
+        Raises:
+          WouldBlockError: the run waits for something that nothing in this process can bring about.
+        """
+        refuse_inside_workflow(f"running {self.name}")
+        new = self._new_run(args, dict(kwargs), None, None, None, None, None, None, {})
+        run_inline(self._middleware, self.broker, new)
+        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+
+    def _new_run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_id: str | None,
+        tags: Mapping[str, str | int | None] | None,
+        expires_in: float | timedelta | None,
+        expires_at: datetime | None,
+        delay: int | timedelta | None,
+        version: str | None,
+        options: dict[str, Any],
+    ) -> runs.NewRun:
+        refuse_inside_workflow(f"starting a run of {self.name}")
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
+        for name, why in _REFUSED.items():
+            if name in options:
+                raise TypeError(f"a run does not take {name!r}: {why}")
+        engine = self._middleware.engine(self.broker)
+        now = engine.now()
+        if run_id is not None and not 0 < len(run_id) <= ID_LENGTH:
+            raise ValueError(f"run_id must have between 1 and {ID_LENGTH} characters, not {len(run_id)}")
+        if expires_in is not None and expires_at is not None:
+            raise TypeError("give expires_in or expires_at, not both")
+        deadline = self.expires_in if expires_in is None and expires_at is None else expires_in
+        if isinstance(delay, timedelta):
+            delay = to_ms(delay)
+        priority = options.pop("priority", None)
+        return runs.NewRun(
+            run_id or uuid7(now),
+            self.name,
+            version if version is not None else self.version,
+            self.queue_name,
+            encode_call(args, kwargs),
+            priority=priority if priority is not None else self._priority or None,
+            options=options or None,
+            tags={name: None if value is None else str(value) for name, value in {**self.tags, **(tags or {})}.items()},
+            expires_at=moment_to_ms(expires_at) if expires_at else now + to_ms(deadline) if deadline is not None else None,
+            delay=delay,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SagaError(f"{self.name} is a workflow: start it with {self.name}.send(...), or run it here with .run_sync(...)")
+
+    def __repr__(self) -> str:
+        return f"Workflow({self.name!r}, queue_name={self.queue_name!r})"
+
+
+class _WorkflowActor(Actor[Any, Any]):
+    """The actor behind a workflow; its own ``send`` would start nothing, so it is refused."""
+
+    __saga_workflow__ = True
+
+    def send_with_options(self, **_: Any) -> Any:  # type: ignore[override]
+        raise SagaError(f"{self.actor_name} is a workflow: start a run with Workflow.send(), not with its actor's")
+
+
+def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
+    """The signature without its first parameter, the flow."""
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(
+            f"workflow {name} is a coroutine function: a workflow is a plain function; its steps may be async actors"
+        )
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+        raise TypeError(f"workflow {name} must take the flow as its first argument: def {name}(flow, ...)")
+    return signature.replace(parameters=parameters[1:], return_annotation=inspect.Signature.empty)
+
+
+@overload
+def workflow(fn: Callable[Concatenate[Flow, P], R], /) -> Workflow[P, R]: ...
+
+
+@overload
+def workflow(
+    *,
+    name: str | None = None,
+    queue_name: str = "default",
+    version: str | None = None,
+    expires_in: float | timedelta | None = None,
+    tags: Mapping[str, str | int | None] | None = None,
+    priority: int = 0,
+    time_limit: int | None = None,
+    broker: Broker | None = None,
+) -> Callable[[Callable[Concatenate[Flow, P], R]], Workflow[P, R]]: ...
+
+
+def workflow(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    queue_name: str = "default",
+    version: str | None = None,
+    expires_in: float | timedelta | None = None,
+    tags: Mapping[str, str | int | None] | None = None,
+    priority: int = 0,
+    time_limit: int | None = None,
+    broker: Broker | None = None,
+    **refused: Any,
+) -> Any:
+    """Declare a workflow: a function of a :class:`~dramatiq_saga.Flow` and its own arguments.
+
+    Parameters:
+      name: the function's name by default; stored with every run, so it has to stay.
+      queue_name: where its drives are queued.
+      version: recorded on each run and readable in the function (HISTORY-2).
+      expires_in: deadline of a run, in seconds or as a ``timedelta``.
+      tags: written on every run.
+      priority: as an actor's.
+      time_limit: of one drive, in milliseconds, as an actor's.
+      broker: the global one by default.
+
+    Raises:
+      MiddlewareOrderError: the broker has no SagaMiddleware, or more than one.
+      TypeError: an option that a workflow has no use for.
+    """
+    for option in refused:
+        if option in _REFUSED:
+            raise TypeError(f"a workflow does not take {option!r}: {_REFUSED[option]}")
+        raise TypeError(f"a workflow does not take {option!r}")
+
+    def declare(function: Callable[..., Any]) -> Workflow[Any, Any]:
+        chosen = name or function.__name__
+        if len(chosen) > NAME_LENGTH:
+            raise ValueError(f"a workflow's name has at most {NAME_LENGTH} characters")
+        return Workflow(
+            function,
+            name=chosen,
+            queue_name=queue_name,
+            version=version,
+            expires_in=expires_in,
+            tags=tags,
+            priority=priority,
+            time_limit=time_limit,
+            broker=broker or dramatiq.get_broker(),
+        )
+
+    return declare if fn is None else declare(fn)
+
+
+__all__ = ["Workflow", "workflow"]

@@ -30,7 +30,7 @@ _SET = (
 )
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
-    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.status IN ('pending', 'running', 'waiting'))"
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _CLAIM_COMPENSATION = (
     f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "

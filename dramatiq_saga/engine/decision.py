@@ -23,12 +23,12 @@ _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), woken_at = NULL, hold_error = NULL, hold_count = 0, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _END = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), ended_at = ?, result = ?, error = ?, woken_at = NULL, hold_error = NULL, "
-    "hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _STEP_COLUMNS = (
     "run_id, sequence, actor, queue, priority, options, args, status, given_up, attempts, tries, claims, cycle, optional, "

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _RECORD = (
     "{insert_ignore} {side_effects} (run_id, sequence, name, value, created_at) "
-    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting'){or_ignore}"
+    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'{or_ignore}"
 )
 _RECORDED = "SELECT name, value FROM {side_effects} WHERE run_id = ? AND sequence = ?"
 _UNSENT = (

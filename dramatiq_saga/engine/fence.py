@@ -55,7 +55,7 @@ _REFUSE = (
 )
 _FRESH = (
     " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? "
-    "AND f.status IN ('pending', 'running', 'waiting'))"
+    "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (
     "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL "
@@ -65,7 +65,7 @@ _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
 _FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs")
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"

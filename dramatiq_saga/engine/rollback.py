@@ -37,7 +37,7 @@ _STEPS = (
 _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "
     "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _INSERT = (
     "INSERT INTO {compensation_runs} (run_id, sequence, level, actor, queue, priority, options, args, undoes, undoes_key, policy, "

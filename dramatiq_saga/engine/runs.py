@@ -36,12 +36,12 @@ _STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow
 _CANCEL = (
     "UPDATE {flow_runs} SET status = 'cancelled', reason = ?, ended_at = ?, revision = revision + 1, wakes_seen = wakes, "
     "woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
-    "AND status IN ('pending', 'running', 'waiting')"
+    "AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _HOLD = (
     "UPDATE {flow_runs} SET status = CASE WHEN status = 'pending' THEN 'waiting' WHEN status = 'running' THEN 'waiting' ELSE status END, "
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
-    "WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 
 

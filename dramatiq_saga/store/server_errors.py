@@ -1,6 +1,7 @@
 """What an error of a database server says about the transaction that met it.
 
-Judged by SQLSTATE and error numbers, never by text. Nothing here acts.
+Judged by SQLSTATE and error numbers, never by text. Whether an operation may be run again rests on it, so what is not known
+to prove a rollback proves nothing. Nothing here acts.
 """
 
 from __future__ import annotations

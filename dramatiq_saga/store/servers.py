@@ -24,7 +24,7 @@ import peewee
 from peewee import Database
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
-from .peewee_internals import destroy, driver_errors, is_pooled, keep_inherited, transaction_status
+from .peewee_internals import commit_callbacks, destroy, driver_errors, is_pooled, keep_inherited, is_in_transaction
 from .server_errors import Fate, SilentRollback, fate_of
 from .sql import MYSQL, POSTGRESQL, Statements
 from .tickets import Ticket
@@ -50,9 +50,9 @@ class Servers:
     def __init__(
         self,
         database: Database,
-        dialect: str,
         texts: Statements,
         *,
+        dialect: str,
         prepare: Callable[[], None],
         local: threading.local,
     ) -> None:
@@ -155,8 +155,7 @@ class _ServerThread(Thread):
                 phase = "begin"
                 self._begin(ticket)
                 phase, ticket.executed = "body", True
-                self._tx.callbacks = None
-                value, callbacks = ticket.operation(self._tx), self._tx.callbacks
+                value, callbacks = self._execute(ticket)
                 phase = "commit"
                 self._commit()
             except BaseException as exc:
@@ -211,16 +210,28 @@ class _ServerThread(Thread):
                 execute("START TRANSACTION")
         self._database.push_transaction(self)  # atomic() inside the operation becomes a savepoint
 
+    def _execute(self, ticket: Ticket[Any]) -> tuple[Any, list[Callable[[], None]] | None]:
+        tx, registered = self._tx, commit_callbacks(self._database)
+        tx.callbacks = None
+        registered.clear()
+        value = ticket.operation(tx)
+        if registered:  # with Peewee, not with us: they have to wait for the same commit
+            for callback in registered:
+                tx.after_commit(callback)
+            registered.clear()
+        return value, tx.callbacks
+
     def _commit(self) -> None:
         cursor = self._cursor
         if self._postgresql:
             with driver_errors:
                 cursor.execute("COMMIT")
-            # COMMIT of an aborted transaction succeeds, as a ROLLBACK; only its tag tells. test_swallowed_error_…
+            # COMMIT of an aborted transaction succeeds, as a ROLLBACK; only its tag tells.
+            # test_swallowed_error_is_refused_at_commit
             if cursor.statusmessage != "COMMIT":
                 raise SilentRollback("a statement had failed and its error was swallowed, so the server rolled everything back")
         else:
-            if transaction_status(self._database) is False:
+            if is_in_transaction(self._database) is False:
                 # The server ended it behind our back (a swallowed deadlock, DDL), and what followed was committed singly.
                 raise peewee.OperationalError("the transaction had ended before COMMIT")
             with driver_errors:
@@ -255,7 +266,7 @@ class _ServerThread(Thread):
                 cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
                 # Never cut a value short in silence, whatever the server's default is.
                 cursor.execute("SET SESSION sql_mode = CONCAT(@@SESSION.sql_mode, ',STRICT_TRANS_TABLES')")
-        self._servers.local.tx = self._tx = ServerTx(cursor, self._servers.dialect, self._servers.texts)
+        self._servers.local.tx = self._tx = ServerTx(cursor, self._servers.texts, dialect=self._servers.dialect)
         self._cursor = cursor
 
     def _hand_back(self) -> None:

@@ -109,7 +109,7 @@ class ServerTx:
 
     __slots__ = ("_cursor", "_texts", "callbacks", "dialect")
 
-    def __init__(self, cursor: Any, dialect: str, texts: Statements) -> None:
+    def __init__(self, cursor: Any, texts: Statements, *, dialect: str) -> None:
         self._cursor = cursor
         self._texts = texts
         self.dialect = dialect

@@ -26,7 +26,7 @@ from peewee import SqliteDatabase
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
 from .connections import Connector, file_of, same_file
-from .peewee_internals import adopt, forget, keep_inherited
+from .peewee_internals import adopt, commit_callbacks, forget, keep_inherited
 from .rollback_proof import Outcome, Verdict, run_root
 from .sql import Statements
 from .tickets import Ticket
@@ -56,8 +56,8 @@ class Writer:
         self,
         database: SqliteDatabase,
         connector: Connector,
-        texts: Statements,
         *,
+        texts: Statements,
         prepare: Callable[[], None],
         moved: Callable[[], None],
         local: threading.local,
@@ -127,6 +127,7 @@ class _WriterThread(Thread):
         self._database = writer.database
         self._connection: sqlite3.Connection | None = None
         self._tx: SQLiteTx
+        self._registered: list[Callable[[], None]] = []
         self._batch: list[Ticket[Any]] = []
         self._last = False
         self._turnstile: Turnstile | None = None
@@ -226,9 +227,15 @@ class _WriterThread(Thread):
             ticket = following
 
     def _execute(self, ticket: Ticket[Any]) -> None:
-        tx = self._tx
+        tx, registered = self._tx, self._registered
         tx.callbacks = None
-        ticket.produced = ticket.operation(tx), tx.callbacks
+        registered.clear()
+        value = ticket.operation(tx)
+        if registered:  # with Peewee, not with us: they have to wait for the same commit
+            for callback in registered:
+                tx.after_commit(callback)
+            registered.clear()
+        ticket.produced = value, tx.callbacks
 
     def _serve_singly(self, batch: list[Ticket[Any]]) -> None:
         """After a refused batch: each operation in a root of its own, where proofs and guards apply to it alone."""
@@ -283,6 +290,7 @@ class _WriterThread(Thread):
         # Peewee keeps connections per thread: this makes ours the one of this thread, so that models and atomic() used
         # inside an operation are part of its transaction.
         adopt(self._database, connection)
+        self._registered = commit_callbacks(self._database)
         self._connection = connection
         self._writer.local.tx = self._tx = SQLiteTx(connection, self._writer.texts)
         path = file_of(self._database)

@@ -26,11 +26,11 @@ from .clocks import Correction, ServerClock
 from .connections import Connector, Readers, file_of, is_memory, new_sqlite, share_pragmas
 from .joining import Joining
 from .models import TABLES, Models
-from .peewee_internals import abandon_transaction, keeps_connections_per_thread, leave_to_parent
+from .peewee_internals import abandon_transaction, gives_memoryviews, keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
-from .transactions import Tx
+from .transactions import Quirks, Tx
 from .writer import Writer
 
 __all__ = ["Store", "Ticket", "Tx", "open_store"]
@@ -58,7 +58,8 @@ class Store:
         self._auto_create = self.dialect == SQLITE if auto_create is None else auto_create
         self._texts = Statements(self.dialect, prefix, tables=TABLES)
         self._local = threading.local()
-        self._joining = Joining(database, dialect=self.dialect, texts=self._texts)
+        quirks = Quirks(memoryviews=gives_memoryviews(database))
+        self._joining = Joining(database, dialect=self.dialect, texts=self._texts, quirks=quirks)
         self._ready = False
         self._memory = False
         self._correction: Correction | None = None
@@ -78,7 +79,9 @@ class Store:
                 self._correction = self.clock.correction
             elif isinstance(self.clock, SystemClock):
                 self._correction = Correction(self.clock)
-            self._engine = Servers(database, self._texts, dialect=self.dialect, prepare=self._prepare, local=self._local)
+            self._engine = Servers(
+                database, self._texts, dialect=self.dialect, quirks=quirks, prepare=self._prepare, local=self._local
+            )
         _stores.add(self)
 
     # --- operations --------------------------------------------------------------------------------------------------

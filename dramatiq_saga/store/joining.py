@@ -19,11 +19,11 @@ import peewee
 from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError
-from .peewee_internals import is_manual, is_in_transaction
-from .rollback_proof import RETRYABLE, sqlite_code
+from .peewee_internals import is_in_transaction, is_manual
 from .sql import SQLITE, Statements
+from .sqlite_errors import RETRYABLE, sqlite_code
 from .tickets import run_callbacks
-from .transactions import ServerTx, SQLiteTx, Tx
+from .transactions import Quirks, ServerTx, SQLiteTx, Tx
 
 T = TypeVar("T")
 
@@ -37,10 +37,11 @@ _numbers = itertools.count(1)
 class Joining:
     """Runs operations inside the calling thread's own transaction of one Database."""
 
-    def __init__(self, database: Database, *, dialect: str, texts: Statements) -> None:
+    def __init__(self, database: Database, *, dialect: str, texts: Statements, quirks: Quirks) -> None:
         self._database = database
         self._dialect = dialect
         self._texts = texts
+        self._quirks = quirks
         self._local = threading.local()
         self._listening = False
 
@@ -77,7 +78,7 @@ class Joining:
     def _host_tx(self) -> SQLiteTx | ServerTx:
         if self._dialect == SQLITE:
             return SQLiteTx(self._database.connection(), self._texts)
-        return ServerTx(self._database.cursor(), self._texts, dialect=self._dialect)
+        return ServerTx(self._database.cursor(), self._texts, dialect=self._dialect, quirks=self._quirks)
 
     def _undo(self, name: str, error: BaseException) -> None:
         """Roll back to the savepoint; raises the refusal that a contended SQLite write deserves."""

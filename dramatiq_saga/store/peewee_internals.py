@@ -28,6 +28,11 @@ def keeps_connections_per_thread(database: Database) -> bool:
     return isinstance(cast("Any", database)._state, threading.local)
 
 
+def gives_memoryviews(database: Database) -> bool:
+    """Whether its driver hands out bytes as memoryviews: psycopg2 does."""
+    return isinstance(getattr(database, "_adapter", None), peewee.Psycopg2Adapter)
+
+
 def pragmas_of(database: SqliteDatabase) -> list[tuple[str, object]]:
     """What a Database sets on each new connection, in its order."""
     return [(str(name).lower(), value) for name, value in cast("Any", database)._pragmas]

@@ -24,11 +24,11 @@ import peewee
 from peewee import Database
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
-from .peewee_internals import commit_callbacks, destroy, driver_errors, is_pooled, keep_inherited, is_in_transaction
-from .server_errors import Fate, SilentRollback, fate_of
+from .peewee_internals import commit_callbacks, destroy, driver_errors, is_in_transaction, is_pooled, keep_inherited
+from .server_errors import Fate, SilentRollback, answers_commit, fate_of
 from .sql import MYSQL, POSTGRESQL, Statements
 from .tickets import Ticket
-from .transactions import ServerTx
+from .transactions import Quirks, ServerTx
 
 logger = logging.getLogger("dramatiq_saga")
 
@@ -53,11 +53,13 @@ class Servers:
         texts: Statements,
         *,
         dialect: str,
+        quirks: Quirks,
         prepare: Callable[[], None],
         local: threading.local,
     ) -> None:
         self.database = database
         self.dialect = dialect
+        self.quirks = quirks
         self.texts = texts
         self.prepare = prepare
         self.local = local
@@ -164,8 +166,8 @@ class _ServerThread(Thread):
                 ticket.finish(value, callbacks)
                 return
 
-            fate = fate_of(error, self._servers.dialect, committing=phase == "commit")
-            if phase == "commit" and not fate.proves_rollback:
+            fate = fate_of(error, self._servers.dialect)
+            if phase == "commit" and not answers_commit(error, self._servers.dialect):
                 self._disconnect()
                 if ticket.read:
                     ticket.finish(value, callbacks)  # it had read everything
@@ -188,9 +190,8 @@ class _ServerThread(Thread):
             unusable = DatabaseUnusableError(f"{error} Install dramatiq-saga[postgres] or dramatiq-saga[mysql]")
             unusable.__cause__ = error
             return unusable
-        if fate is Fate.OTHER or (fate is Fate.REFUSED and not isinstance(error, SilentRollback)):
-            if phase in ("body", "commit") or not isinstance(error, peewee.PeeweeException):
-                return error  # raised by the operation, by a statement of its own, or by a check of the schema
+        if fate is Fate.OTHER:
+            return error  # the operation's own, a statement's of it, or a check's of the schema
         what = "the database refused the read" if ticket.read else "the database refused the write"
         return _told(StoreError if ticket.read else WriteRefusedError, what, phase, error, ticket)
 
@@ -266,7 +267,13 @@ class _ServerThread(Thread):
                 cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
                 # Never cut a value short in silence, whatever the server's default is.
                 cursor.execute("SET SESSION sql_mode = CONCAT(@@SESSION.sql_mode, ',STRICT_TRANS_TABLES')")
-        self._servers.local.tx = self._tx = ServerTx(cursor, self._servers.texts, dialect=self._servers.dialect)
+        quirks = self._servers.quirks
+        if self._servers.dialect == MYSQL and quirks.largest is None:
+            with driver_errors:
+                cursor.execute("SELECT @@max_allowed_packet")
+                ((quirks.largest,),) = cursor.fetchall()
+        self._tx = ServerTx(cursor, self._servers.texts, dialect=self._servers.dialect, quirks=quirks)
+        self._servers.local.tx = self._tx
         self._cursor = cursor
 
     def _hand_back(self) -> None:

@@ -367,10 +367,6 @@ class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 
 
-class DatabaseUnusableError(SagaError):
-    """The database cannot be opened, is read-only, or is of a kind that cannot serve; nothing was written."""
-
-
 class StoreError(SagaError):
     """The store could not be used, or nobody can say what became of a write.
 
@@ -388,6 +384,10 @@ class StoreError(SagaError):
 
     def __str__(self) -> str:
         return self.detail
+
+
+class DatabaseUnusableError(StoreError):
+    """The database cannot be opened, is read-only, or is of a kind that cannot serve; nothing was written."""
 
 
 class WriteRefusedError(StoreError):

@@ -8,7 +8,7 @@ indexes), so their cost does not grow with finished history, and no index holds 
 Models serve the schema, tools and cold paths. Every status is written by conditional SQL in the engine (STATUS-1); calling
 ``save()`` on an instance would write the whole row and defeat the fence, so the base class refuses it.
 
-Longer than a module should be because it is the one page that lists every column.
+Long because it is the one page that lists every column.
 """
 
 from __future__ import annotations

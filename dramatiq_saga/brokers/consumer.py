@@ -46,7 +46,7 @@ class DatabaseConsumer(Consumer):
         self._buffer: deque[DatabaseMessageProxy] = deque()
         self._wake = Event()
         self._arrived = True  # a reservation may find something: look at once
-        self._changed = False  # something may have changed: peek first
+        self._changed = True  # something may have changed: peek first
         self._short_of_room = False
         self._next_at: int | None = None  # when the next delayed or leased row becomes available, as far as is known
         self._peeked = time.monotonic()
@@ -161,7 +161,12 @@ class DatabaseConsumer(Consumer):
 
     def _fill(self, free: int) -> DatabaseMessageProxy | None:
         """Reserve, keep what can be decoded, hand out the first."""
-        deliveries = self.broker.reserve(self.queue, free)
+        # _arrived is only ever raised here: a message that arrives meanwhile raises it too, and must not be forgotten.
+        try:
+            deliveries = self.broker.reserve(self.queue, free)
+        except BaseException:
+            self._arrived = True  # everything is still to be looked at
+            raise
         if deliveries is None:
             self._arrived = True
             self._misses += 1
@@ -169,7 +174,8 @@ class DatabaseConsumer(Consumer):
         self._misses = 0
         if deliveries:
             self._fruitless = 0
-        self._arrived = len(deliveries) == free  # there may be more
+        if len(deliveries) == free:  # there may be more
+            self._arrived = True
         for delivery in deliveries:
             proxy = self._deliver(delivery)
             if proxy is not None:

@@ -98,7 +98,9 @@ class DatabaseConsumer(Consumer):
                         self._wake.wait(self._backoff())
                         return None
                 wait = self.broker.idle_pause(self._fruitless)
-                if self._next_at is not None:
+                if self._arrived or self._changed:  # look again, but let others have their turn
+                    wait = 0.002
+                elif self._next_at is not None:
                     wait = min(wait, (self._next_at - clock.now()) / 1000 + 0.0005)
             else:
                 wait = LOOK_ANYWAY

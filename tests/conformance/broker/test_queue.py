@@ -289,7 +289,9 @@ def test_a_retry_is_the_same_row_made_its_own_next_try(broker: Any, clock: Manua
     assert (second.options["retries"], second.reservation.attempt) == (1, 2)
 
 
-def test_a_retry_that_cannot_be_stored_keeps_the_message(broker: Any, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_that_cannot_be_stored_keeps_the_message(
+    broker: Any, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """C07: the error surfaces in the acknowledgement instead of vanishing in a hook; the row comes back after its lease."""
     actor, _ = recording(broker, max_retries=3)
     actor.send("x")

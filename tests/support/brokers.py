@@ -7,6 +7,7 @@ nothing happens behind its back.
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,14 @@ from dramatiq.middleware import (
 from dramatiq_saga.brokers import DatabaseBroker, DatabaseMessageProxy, SQLiteBroker
 from dramatiq_saga.brokers.consumer import DatabaseConsumer
 from dramatiq_saga.clock import Clock
-from tests.support import servers
 
 DATABASE_KINDS = ("sqlite", "postgresql", "mariadb")
 KINDS = (*DATABASE_KINDS, "redis", "rabbitmq")
+
+COLUMNS = (
+    *("id", "queue", "state", "priority", "available_at", "reserved_at", "lease_until", "attempts"),
+    *("actor", "message_id", "enqueued_at", "died_at", "reason", "message"),
+)
 
 
 def middleware() -> list[Middleware]:
@@ -103,11 +108,8 @@ def take_all(consumer: DatabaseConsumer) -> list[DatabaseMessageProxy]:
 
 def rows(broker: DatabaseBroker) -> list[dict[str, Any]]:
     """What the queue's table holds, by id."""
-    names = (
-        "id queue state priority available_at reserved_at lease_until attempts actor message_id enqueued_at died_at reason message"
-    ).split()
-    found = broker.store.read(lambda tx: tx.all(f"SELECT {', '.join(names)} FROM {{messages}} ORDER BY id"))
-    return [dict(zip(names, row, strict=True)) for row in found]
+    found = broker.store.read(lambda tx: tx.all(f"SELECT {', '.join(COLUMNS)} FROM {{messages}} ORDER BY id"))
+    return [dict(zip(COLUMNS, row, strict=True)) for row in found]
 
 
 def row(broker: DatabaseBroker) -> dict[str, Any]:
@@ -132,35 +134,13 @@ def recording(broker: Broker, name: str = "record", **options: Any) -> tuple[Any
     return actor, seen
 
 
-def write_lock(path: Path) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def write_lock(path: Path) -> Iterator[None]:
     """Hold the SQLite file's write lock from a connection that nobody else knows."""
-    import sqlite3
-
-    @contextlib.contextmanager
-    def hold() -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(path, isolation_level=None, timeout=5)
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-        finally:
-            connection.execute("ROLLBACK")
-            connection.close()
-
-    return hold()
-
-
-__all__ = [
-    "DATABASE_KINDS",
-    "KINDS",
-    "Brokers",
-    "middleware",
-    "recording",
-    "row",
-    "rows",
-    "servers",
-    "sql",
-    "take",
-    "take_all",
-    "working",
-    "write_lock",
-]
+    connection = sqlite3.connect(path, isolation_level=None, timeout=5)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+        connection.close()

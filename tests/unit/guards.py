@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dramatiq
-import pytest
 
 from dramatiq_saga.brokers import SQLiteBroker
 from dramatiq_saga.clock import ManualClock
@@ -36,6 +33,13 @@ class Guarded:
     def faults(self) -> Faults:
         return self.database.faults
 
+    def __enter__(self) -> Guarded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.faults.clear()
+        self.broker.close()
+
     def send(self, value: Any = "x") -> None:
         message = dramatiq.Message(queue_name="default", actor_name="record", args=(value,), kwargs={}, options={})
         self.broker.enqueue(message)
@@ -52,17 +56,3 @@ class Guarded:
         assert proxy is not None
         self.faults.clear()
         return consumer, proxy
-
-
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    guarded = Guarded(tmp_path / "queue.db")
-    yield guarded
-    guarded.faults.clear()
-    guarded.broker.close()
-
-
-def in_thread(function: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    return thread

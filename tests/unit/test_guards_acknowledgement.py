@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,15 @@ from tests.support.brokers import middleware, recording, row, rows, take, workin
 from tests.support.faults import BUSY, CONSTRAINT, FULL, IOERR_WRITE, READONLY
 from tests.support.gates import Gates
 from tests.support.waiting import eventually
-from tests.unit.guards import Guarded, guarded  # noqa: F401
+from tests.unit.guards import Guarded
 
 READY, DELAYED, RESERVED, DEAD = 0, 1, 2, 3
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    with Guarded(tmp_path / "queue.db") as guarded:
+        yield guarded
 
 
 @pytest.mark.parametrize("code", [5, 6, 261, 262, 517, 773])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,15 @@ from tests.support.brokers import recording, row, rows, take, working
 from tests.support.faults import BUSY, FULL, IOERR_WRITE, READONLY
 from tests.support.gates import Gates
 from tests.support.waiting import eventually
-from tests.unit.guards import Guarded, guarded  # noqa: F401
+from tests.unit.guards import Guarded
 
 READY, RESERVED = 0, 2
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    with Guarded(tmp_path / "queue.db") as guarded:
+        yield guarded
 
 
 def untouched(guarded: Guarded) -> None:
@@ -107,7 +113,7 @@ def test_a_broken_disk_is_not_taken_for_contention(guarded: Guarded, code: int) 
     guarded.send()
     consumer = guarded.consumer()
     guarded.faults.arm("UPDATE", code, containing="SET state = 2")
-    with pytest.raises(peewee.DatabaseError, match="injected|UPDATE"):
+    with pytest.raises(peewee.DatabaseError, match="UPDATE"):
         next(consumer)
     assert sum(1 for sql in guarded.faults.statements if "SET state = 2" in sql) == 1
     untouched(guarded)

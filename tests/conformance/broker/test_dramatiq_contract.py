@@ -38,7 +38,6 @@ def test_the_same_message_sent_twice_arrives_twice(any_broker: Any) -> None:
 
 
 def test_a_delayed_message_arrives_not_before_its_time(any_broker: Any) -> None:
-    actor, _ = recording(any_broker)
     at: list[float] = []
 
     @dramatiq.actor(broker=any_broker)

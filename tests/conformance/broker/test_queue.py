@@ -478,16 +478,19 @@ def test_a_message_refused_for_its_age_says_so(broker: Any) -> None:
     assert "age limit" in broker.dead_letters()[0].reason
 
 
+def as_json(**wrong: Any) -> bytes:
+    right = {"queue_name": "default", "actor_name": "a", "args": [], "kwargs": {}, "options": {}, "message_id": "1"}
+    return json.dumps({**right, "message_timestamp": 1, **wrong}).encode()
+
+
 @pytest.mark.parametrize(
     "payload",
     [
         b"\x00not json",
         b"{}",
         b"[1, 2]",
-        b'{"queue_name": "default", "actor_name": "a", "args": [], "kwargs": [], "options": {}, "message_id": "1", '
-        b'"message_timestamp": 1}',
-        b'{"queue_name": "default", "actor_name": 7, "args": [], "kwargs": {}, "options": null, "message_id": "1", '
-        b'"message_timestamp": 1}',
+        as_json(kwargs=[]),
+        as_json(actor_name=7, options=None),
     ],
     ids=["bytes", "empty", "list", "kwargs", "types"],
 )
@@ -780,8 +783,8 @@ def test_staging_on_a_lost_reservation_adds_a_row(broker: Any, clock: ManualCloc
     current = take(consume(broker))
     following = broker.prepare(message("following"), delay=100)
     broker.store.write(lambda tx: broker.stage(tx, following, straggler.reservation))
-    assert [(one["id"], one["state"]) for one in rows(broker)][0] == (current.reservation.id, RESERVED)
     assert [one["state"] for one in rows(broker)] == [RESERVED, DELAYED]
+    assert rows(broker)[0]["id"] == current.reservation.id
 
 
 def test_a_retained_row_is_redelivered_as_the_new_message(broker: Any, clock: ManualClock) -> None:
@@ -870,3 +873,133 @@ def test_brokers_with_the_same_prefix_share_their_queues(brokers: Brokers) -> No
     one.enqueue(message("hello"))
     consumer = other.consume("default", prefetch=1, timeout=5000)
     assert take(consumer).args[0] == "hello"
+
+
+# --- straight on to this process's workers ---------------------------------------------------------------------------
+
+
+class Thread:
+    """As much of Dramatiq's consumer thread as counts here."""
+
+    running, paused = True, False
+
+    def __init__(self, consumer: Any) -> None:
+        self.consumer = consumer
+        self.got: list[Any] = []
+
+    def handle_message(self, message: Any) -> None:
+        self.got.append(message)
+
+
+class FakeWorker:
+    def __init__(self, thread: Thread, queue: str = "default") -> None:
+        self.consumers = {queue: thread}
+
+
+def hand_over(broker: Any, proxy: Any, following: Any) -> Any:
+    taken = broker.store.write(lambda tx: broker.hand_over(tx, following, proxy.reservation))
+    if taken is not None:
+        proxy.settled = True
+        broker.taken(following, taken, proxy.lease_until)
+    return taken
+
+
+def test_a_row_that_is_handed_over_stays_reserved_under_a_new_fence(broker: Any, clock: ManualClock) -> None:
+    recording(broker)
+    broker.enqueue(message("step"))
+    consumer = consume(broker, 4)
+    thread = Thread(consumer)
+    worker = FakeWorker(thread)
+    broker.emit_before("worker_boot", worker)
+    proxy = take(consumer)
+    following = broker.prepare(message("following"))
+    assert broker.can_take(following)
+    taken = hand_over(broker, proxy, following)
+    assert taken.id == proxy.reservation.id
+    assert taken.reserved_at > proxy.reservation.reserved_at
+    assert row(broker)["state"] == RESERVED
+    consumer.ack(proxy)
+    assert len(rows(broker)) == 1, "the old fence matches nothing"
+    assert thread.got[0].args == ("following",)
+    clock.advance(59)
+    assert extend(broker)
+    clock.advance(59)
+    assert take_all(consume(broker)) == [], "its lease is extended like any other"
+    consumer.ack(thread.got[0])
+    assert rows(broker) == []
+    assert consumer.held == {}
+    broker.emit_before("worker_shutdown", worker)
+    broker.emit_after("worker_shutdown", worker)
+
+
+def test_nothing_is_handed_over_on_a_lost_reservation(broker: Any, clock: ManualClock) -> None:
+    recording(broker)
+    broker.enqueue(message("step"))
+    straggler = take(consume(broker))
+    clock.advance(60)
+    take(consume(broker))
+    before = rows(broker)
+    assert hand_over(broker, straggler, broker.prepare(message("following"))) is None
+    assert rows(broker) == before
+
+
+def test_a_message_handed_over_during_a_shutdown_goes_back_to_its_queue(broker: Any) -> None:
+    """QUEUE-7"""
+    recording(broker)
+    broker.enqueue(message("step"))
+    consumer = consume(broker, 4)
+    worker = FakeWorker(Thread(consumer))
+    broker.emit_before("worker_boot", worker)
+    proxy = take(consumer)
+    following = broker.prepare(message("following"))
+    assert broker.can_take(following)
+    broker.emit_before("worker_shutdown", worker)
+    assert hand_over(broker, proxy, following) is not None
+    assert (row(broker)["state"], row(broker)["attempts"]) == (READY, 0)
+    broker.emit_after("worker_shutdown", worker)
+    assert take(consume(broker)).args[0] == "following"
+
+
+def test_only_messages_that_this_process_could_run_now_are_handed_over(broker: Any) -> None:
+    recording(broker)
+    broker.declare_queue("other")
+    worker = FakeWorker(Thread(consume(broker)))
+    broker.emit_before("worker_boot", worker)
+    assert broker.can_take(broker.prepare(message("now")))
+    assert not broker.can_take(broker.prepare(message("later"), delay=1000))
+    assert not broker.can_take(broker.prepare(message("elsewhere", queue="other")))
+    assert not broker.can_take(broker.prepare(message("stranger", actor="stranger")))
+    broker.emit_before("worker_shutdown", worker)
+    assert not broker.can_take(broker.prepare(message("too late")))
+    broker.emit_after("worker_shutdown", worker)
+
+
+def test_endless_runs_cannot_keep_an_urgent_message_out(broker: Any) -> None:
+    """QUEUE-1: slots that are passed on are won by priority and age again after a while."""
+    recording(broker)
+    consumer = consume(broker, 3)
+    thread = Thread(consumer)
+    worker = FakeWorker(thread)
+    broker.emit_before("worker_boot", worker)
+    for number in range(3):
+        broker.enqueue(message(number, priority=5))
+    running = take_all(consumer)
+    broker.enqueue(message("urgent", priority=0))
+    for _ in range(100):
+        proxy = running.pop(0)
+        following = broker.prepare(message("next step", priority=5))
+        if broker.can_take(following):
+            assert hand_over(broker, proxy, following) is not None
+            consumer.ack(proxy)
+            running.append(thread.got.pop())
+            continue
+        broker.store.write(lambda tx, proxy=proxy, one=following: broker.stage(tx, one, proxy.reservation))
+        proxy.settled = True
+        consumer.ack(proxy)
+        running += take_all(consumer)
+        if any(proxy.args[0] == "urgent" for proxy in running):
+            break
+    else:
+        pytest.fail("the urgent message never got a slot")
+    broker.emit_before("worker_shutdown", worker)
+    broker.emit_after("worker_shutdown", worker)

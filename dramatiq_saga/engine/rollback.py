@@ -210,13 +210,19 @@ def _outgoing(run_id: str, row: dict[str, Any], now: int | None = None) -> Outgo
     )  # fmt: skip
 
 
+def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
+    """Whether the unsettled steps that ``plan`` rests on are still as it found them, and will be until this transaction ends."""
+    if plan.rests_on:
+        tx.one(_RUN, (run_id,))  # no claim can land from here on: it takes this lock too (DRIVE-7)
+    return all(
+        tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on
+    )
+
+
 def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
     """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since."""
-    if plan.rests_on:
-        tx.one(_RUN, (snapshot.run_id,))  # no claim can land from here on: it takes this lock too (DRIVE-7)
-        for sequence, status, attempts in plan.rests_on:
-            if tx.one(_STEP_STATE, (snapshot.run_id, sequence)) != (status, attempts):
-                return 0
+    if not holds(tx, snapshot.run_id, plan):
+        return 0
     landed = tx.run(
         _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
     )

@@ -175,9 +175,9 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
 
 
 def _end_cancelled(
-    engine: Engine, run_id: str, reason: str | None, *, seen: Snapshot | None = None
+    engine: Engine, run_id: str, reason: str | None, *, seen: Snapshot | None = None, plan: rollback.Plan | None = None
 ) -> tuple[str, str] | None:
-    """``None`` once it has ended; else where it was found. Given ``seen``, only a run that is still as it says is ended."""
+    """``None`` once it has ended; else where it was found. Given ``seen`` and ``plan``, only a run that they still fit is ended."""
     now = engine.now()
 
     def operation(tx: Tx) -> tuple[str, str] | None:
@@ -186,6 +186,8 @@ def _end_cancelled(
             return "missing", ""
         status, _, revision, wakes, workflow, _ = state
         if seen is not None and (revision, wakes) != (seen.revision, seen.wakes):
+            return status, workflow
+        if plan is not None and not rollback.holds(tx, run_id, plan):
             return status, workflow
         if not tx.run(_CANCEL, (reason, now, run_id, revision)):
             return status, workflow
@@ -235,7 +237,7 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
         if not plan.rows:
             # Who else may be here: the outcome of a step that would have to be undone. Then the run is not as it was
             # planned for, and is looked at again. test_a_compensate_that_found_nothing_to_undo_loses_to_an_outcome
-            if _end_cancelled(engine, run_id, reason, seen=snapshot) is None:
+            if _end_cancelled(engine, run_id, reason, seen=snapshot, plan=plan) is None:
                 return True
         elif _enter(engine, snapshot, plan, sender):
             return True

@@ -10,6 +10,7 @@ where the test wants it.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ from dramatiq_saga.codec import encode_call
 from dramatiq_saga.engine import drive as drives
 from dramatiq_saga.engine import runs
 from dramatiq_saga.engine.rows import Outgoing
-from dramatiq_saga.engine.sender import InlineSender
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
 from dramatiq_saga.middleware import build_message
@@ -43,10 +43,10 @@ WRITES = {
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
     "hold": "hold.<locals>.operation",
-    "cancel": "cancel.<locals>.operation",
+    "cancel": "_end_cancelled.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
-    "advance": "advance.<locals>.operation",
+    "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
     "start": "start.<locals>.operation",
 }
@@ -57,6 +57,39 @@ class ByHand(MessageProxy):
 
     settled = True
     reservation = None
+
+
+class HandSender:
+    """Collects what writes send. Like a queue in the same database: a message exists if and only if its write has committed."""
+
+    joins = True
+
+    def __init__(self) -> None:
+        self.queue: deque[Outgoing] = deque()
+
+    def outbox(self, delivery: Any | None = None) -> HandOutbox:
+        return HandOutbox(self)
+
+
+class HandOutbox:
+    """The messages of one write."""
+
+    joined = True
+
+    def __init__(self, sender: HandSender) -> None:
+        self._sender = sender
+        self._messages: list[Outgoing] = []
+
+    def load(self, messages: list[Outgoing]) -> None:
+        self._messages = messages
+
+    def stage(self, tx: Any) -> None:
+        tx.after_commit(lambda: self._sender.queue.extend(self._messages))
+
+    keep = stage
+
+    def delivered(self) -> None:
+        pass
 
 
 class Stop:
@@ -140,7 +173,7 @@ class Bench:
         self.broker.store = self.store  # type: ignore[attr-defined]
         self.middleware = SagaMiddleware(settings=settings)
         self.broker.add_middleware(self.middleware)
-        self.sender = InlineSender()
+        self.sender = HandSender()
         declare(self)
         self.engine = self.middleware.engine(self.broker)
         self.runner = Runner(self.engine, self.broker, self.sender)

@@ -404,6 +404,10 @@ class WriteUnknownError(StoreError):
     """
 
 
+class MessageNotSentError(StoreError):
+    """The broker would not take a message whose row is committed: it is sent again later (DRIVE-3). ``__cause__`` is its error."""
+
+
 # --- for authors -----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import rollback
-from .rows import Decision, Entry, NewStep, Outgoing, Snapshot, StepEntry
+from .rows import Decision, NewStep, Outgoing, Snapshot
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -85,16 +85,9 @@ def write(
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and any(is_live(entry) for entry in snapshot.entries):
+    if decision.kind != "suspended" and any(rollback.is_live(entry) for entry in snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
     return True
-
-
-def is_live(entry: Entry) -> bool:
-    """Whether something may still happen to what stands at this sequence."""
-    if not isinstance(entry, StepEntry):
-        return False
-    return entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
 
 
 def settle_live(tx: Tx, run_id: str, *, now: int) -> None:

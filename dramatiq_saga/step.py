@@ -11,6 +11,7 @@ again, and the acknowledgement waits.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -55,6 +56,26 @@ MAX_HOP_MS = 60_000
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
+
+class _Marks:
+    """Marks that tell one claim from every other, those of other processes included: a random part per process and a count.
+
+    Without the random part, a restarted container (same process id, same count) could take a dead worker's claim for its own.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        self._boot = os.urandom(6).hex()
+        self._numbers = itertools.count()
+
+    def next(self) -> str:
+        return f"{self._boot}{next(self._numbers):x}"
+
+
+_marks = _Marks()
 _current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
 
 
@@ -181,7 +202,7 @@ class Runner:
             if delivery.interrupts:
                 self._put_back(delivery)
                 return
-            delivery.attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
+            delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
         claim = delivery.claim
         if claim is None:
             found = self.persist(delivery.attempt.run)

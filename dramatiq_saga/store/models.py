@@ -143,6 +143,7 @@ def build(database: Database, prefix: str) -> Models:
     check_prefix(prefix)
     dialect = dialect_of(database)
     # Text compared byte by byte on every database: two ids that differ only in case are two ids, in one order everywhere.
+    # (MySQL and MariaDB still take two for one that differ only in spaces at the end.)
     collation = {SQLITE: None, POSTGRESQL: '"C"', MYSQL: "utf8mb4_bin"}[dialect]
 
     def ident(length: int = NAME_LENGTH, **options: Any) -> Field:

@@ -40,7 +40,9 @@ NAME_LENGTH = 191
 
 _LIVE_FLOW = "status IN ('pending', 'running', 'waiting', 'rolling_back')"
 _LIVE_ACTION = "status IN ('pending', 'running', 'failed', 'awaiting_retry')"
-_LIVE_COMPENSATION = "status IN ('pending', 'running')"
+_OPEN_ACTION = "status IN ('pending', 'running', 'awaiting_retry')"
+_OPEN_COMPENSATION = "status IN ('pending', 'running')"
+_BETWEEN_TRIES = "status = 'failed' AND given_up = FALSE"
 
 
 class PayloadField(BlobField):  # type: ignore[misc]
@@ -431,9 +433,11 @@ def build(database: Database, prefix: str) -> Models:
     index(FlowRun, "flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {_LIVE_FLOW}")
     index(FlowRun, "flow_children", "parent_id", where="parent_id IS NOT NULL")
     index(FlowRun, "flow_ended", "ended_at", where="ended_at IS NOT NULL")
-    index(ActionRun, "action_live", "run_id", "sequence", where=_LIVE_ACTION)
+    index(ActionRun, "action_open", "status", "created_at", where=_OPEN_ACTION)
+    index(ActionRun, "action_retry", "next_try_at", where=_BETWEEN_TRIES)
     index(ActionRun, "action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {_LIVE_ACTION}")
-    index(CompensationRun, "comp_live", "run_id", "sequence", where=_LIVE_COMPENSATION)
+    index(CompensationRun, "comp_open", "status", "created_at", where=_OPEN_COMPENSATION)
+    index(CompensationRun, "comp_retry", "next_try_at", where=_BETWEEN_TRIES)
     index(Wait, "wait_due", "due_at", where="status = 'waiting'")
     index(Wait, "wait_name", "name", where="status = 'waiting'")
     index(Signal, "signal_inbox", "run_id", "name", "id", where="status = 'received'")

@@ -138,7 +138,7 @@ class Operator:
         conditions = read_conditions(workflow=workflow, status=list(status) or None, tags=tags or None, limit=limit)
         rows = list(FlowQuery(cast("Broker", self.broker), **conditions).rows(self.store, _LISTED))
         found = self.store.read(lambda tx: _tags_of(tx, [row[0] for row in rows]))
-        return [RunLine(*row, found.get(row[0], {})) for row in rows]
+        return [RunLine(*(*row, found.get(row[0], {}))) for row in rows]
 
     def show_run(self, run_id: str, *, events: bool = False) -> RunReport:
         """One run, whole. Raises FlowNotFoundError."""

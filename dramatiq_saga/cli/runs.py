@@ -162,7 +162,7 @@ def _work(steps: Sequence[StepReport]) -> list[str]:
         else:
             note = f"undone by {step.undo}"
         rows.append(("  ", step.row.sequence, step.row.actor, step.row.status, note))
-    return [line for line in table(("", "", "", "", ""), rows)[1:]]
+    return table(("", "", "", "", ""), rows)[1:]
 
 
 def _cancelled(answer: Cancelled) -> Answer:

@@ -25,6 +25,7 @@ from ..engine.claim import Job
 from ..engine.rows import Outgoing
 from ..errors import StoreError, UnknownActorError
 from ..journal import history
+from ..store.models import BETWEEN_TRIES, LIVE_FLOW, OPEN_ACTION, OPEN_COMPENSATION
 from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, WANTED, Row, UndeliveredError, read, select, send_again
 
 if TYPE_CHECKING:
@@ -35,12 +36,9 @@ if TYPE_CHECKING:
 #: So many messages in a row that the broker did not take end a rule's pass: the broker is down, and each try costs time.
 BROKER_IS_DOWN = 3
 
-# The first term of each is the predicate of the index that holds live rows only (store/models.py), word for word.
-_OPEN_STEP = "r.status IN ('pending', 'running', 'awaiting_retry')"
-_OPEN_COMPENSATION = "r.status IN ('pending', 'running')"
-_LATE_TRY = "r.status = 'failed' AND r.given_up = FALSE AND r.next_try_at <= ?"
-_LIVE_RUN = "r.status IN ('pending', 'running', 'waiting', 'rolling_back')"
-_UNSEEN = f"r.wakes > r.wakes_seen AND {_LIVE_RUN} AND r.woken_at <= ? AND r.hold_until IS NULL"
+# The first terms of each are the predicate of an index that holds live rows only.
+_LATE_TRY = f"r.{BETWEEN_TRIES} AND r.next_try_at <= ?"
+_UNSEEN = f"wakes > wakes_seen AND {LIVE_FLOW} AND r.woken_at <= ? AND r.hold_until IS NULL"
 _IN_BUDGET = "r.repair_attempts < ? AND (r.repair_after IS NULL OR r.repair_after <= ?)"
 _SPENT = "r.repair_attempts >= ? AND r.repair_after <= ?"
 
@@ -76,12 +74,12 @@ class Rule:
 
 
 _NEVER_STARTED = Rule(
-    "R1", STEP, f"{_OPEN_STEP} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
+    "R1", STEP, f"r.{OPEN_ACTION} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
     COMPENSATION,
-    f"{_OPEN_COMPENSATION} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
+    f"r.{OPEN_COMPENSATION} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
     f"AND COALESCE(r.not_before, 0) <= ? AND {LEVEL_RUNS}",
     "r.created_at",
     "R1: its message is lost",
@@ -89,11 +87,11 @@ _UNDO_NEVER_STARTED = Rule(
 _STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
 _UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
 _STEP_STALE = Rule(
-    "R3", STEP, f"{_OPEN_STEP} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
+    "R3", STEP, f"r.{OPEN_ACTION} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,
 )  # fmt: skip
 _UNDO_STALE = Rule(
-    "R3", COMPENSATION, f"{_OPEN_COMPENSATION} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
+    "R3", COMPENSATION, f"r.{OPEN_COMPENSATION} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,
 )  # fmt: skip
 
@@ -284,15 +282,21 @@ def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int
 
 
 def _unknown(engine: Engine) -> list[Row]:
-    """Pending rows whose repairs are spent, of actors that are not declared in this process (NATIVE-3).
+    """Pending rows whose repairs are spent and whose actor nobody knows, as far as that is certain (NATIVE-3).
 
-    Asked by actor first: rows of known actors, of which there may be any number, cannot stand in front of these.
+    Certain: this process declares the run's workflow and not the actor. Asked by actor first, so that rows of known actors,
+    of which there may be any number, cannot stand in front of these.
     """
     repair, now = engine.settings.repair, engine.now()
+    known = tuple(engine.workflows)
     found: list[Row] = []
+    if not known:
+        return found
+    markers = ", ".join("?" * len(known))
+    of_known = f"EXISTS (SELECT 1 FROM {{flow_runs}} w WHERE w.id = r.run_id AND w.workflow IN ({markers}))"
     for rule in (_NEVER_STARTED, _UNDO_NEVER_STARTED):
-        params = (*rule.horizon(repair, now), repair.max_attempts, now)
-        where = f"{rule.condition} AND {_SPENT}"
+        params = (*rule.horizon(repair, now), repair.max_attempts, now, *known)
+        where = f"{rule.condition} AND {_SPENT} AND {of_known}"
         actors = f"SELECT DISTINCT r.actor FROM {{{TABLES[rule.kind]}}} r WHERE {where}"
         rows = select(rule.kind, f"{where} AND r.actor = ?", order=rule.order, limit=" LIMIT ?")
 
@@ -307,9 +311,9 @@ def _unknown(engine: Engine) -> list[Row]:
 
 
 def _refuse(engine: Engine, sender: Sender, report: RepairReport, row: Row) -> None:
-    """Fail a row whose actor nobody knows, if that is certain: this process must at least know the run's workflow."""
+    """Fail a row whose actor nobody knows."""
     run = engine.store.read(lambda tx: tx.one(_RUN, (row.run_id,)))
-    if run is None or run[0] not in engine.workflows:
+    if run is None:
         return
     error = UnknownActorError(
         f"no worker knows actor {row.actor!r}: its message was sent {row.repair_attempts + 1} times to queue {row.queue!r}; "

@@ -17,16 +17,17 @@ from ..engine import runs
 from ..engine.rows import Outgoing
 from ..engine.snapshot import load
 from ..errors import StoreError
+from ..store.models import LIVE_FLOW
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
     from ..store.database import Tx
 
-# The first terms are the predicate of the index flow_held (store/models.py), word for word.
+# The first terms are the predicate of an index that holds held runs only.
 _DUE = (
     "SELECT id, workflow, queue, priority, revision, hold_count, hold_until FROM {flow_runs} "
-    "WHERE hold_until IS NOT NULL AND status IN ('pending', 'running', 'waiting', 'rolling_back') "
-    "AND status <> 'rolling_back' AND wakes > wakes_seen AND hold_until <= ? ORDER BY hold_until LIMIT ?"
+    f"WHERE hold_until IS NOT NULL AND {LIVE_FLOW} AND status <> 'rolling_back' AND wakes > wakes_seen AND hold_until <= ? "
+    "ORDER BY hold_until LIMIT ?"
 )
 _TAKE = (
     "UPDATE {flow_runs} SET hold_until = ? WHERE id = ? AND revision = ? AND hold_until = ? AND wakes > wakes_seen "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..store.models import OPEN_ACTION, OPEN_COMPENSATION
 from . import doctor
 from .monitor import MonitorReport, monitor
 from .rows import COMPENSATION, STEP, TABLES, WANTED
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 #: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
 LONG_RUNNING_MS = 3_600_000
 
-# The first terms are the predicates of the indexes of live rows (store/models.py), word for word.
+# The first terms are the predicates of the indexes of live rows.
 _RUNNING_FOREVER = "r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
 _NEVER_RECLAIMED = {
-    STEP: f"r.status IN ('pending', 'running', 'awaiting_retry') AND {_RUNNING_FOREVER}",
-    COMPENSATION: f"r.status IN ('pending', 'running') AND {_RUNNING_FOREVER}",
+    STEP: f"r.{OPEN_ACTION} AND {_RUNNING_FOREVER}",
+    COMPENSATION: f"r.{OPEN_COMPENSATION} AND {_RUNNING_FOREVER}",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_repair_that_came_a_moment_ago_is_not_repeated(bench: Bench) -> None:
             sent_at.append(second)
             bench.lose_messages()
         bench.advance(5)
-    assert [later - earlier for earlier, later in zip(sent_at, sent_at[1:], strict=False)] == [10, 20, 40, 80, 160, 300]
+    assert [later - earlier for earlier, later in pairwise(sent_at)] == [10, 20, 40, 80, 160, 300]
     assert bench.row(run, 1, "repair_attempts") == (7,)
 
 

@@ -34,7 +34,6 @@ from .workflow import workflows_of
 
 if TYPE_CHECKING:
     from dramatiq import Broker
-    from peewee import Database
 
     from .engine.core import Engine, Sender
     from .store.database import Tx
@@ -112,8 +111,11 @@ class Operator:
         return cls(middleware.engine(broker).store, settings=middleware.settings, broker=broker)
 
     @classmethod
-    def on_database(cls, database: str | Path | Database, *, settings: Settings | None = None) -> Operator:
-        """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself."""
+    def on_database(cls, database: str | Path, *, settings: Settings | None = None) -> Operator:
+        """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself.
+
+        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown.
+        """
         chosen = settings or Settings.from_env()
         return cls(open_store(database, prefix=chosen.schema.table_prefix, auto_create=False), settings=chosen)
 

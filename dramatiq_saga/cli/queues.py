@@ -1,5 +1,6 @@
 """``queues``: how deep they are, the dead letters, and what becomes of those. For database brokers only.
 
+It reads and writes the queue's own table, so a database is enough.
 Requeueing renews a message's tries, because an operator asked for it; purging deletes dead letters and nothing else.
 """
 

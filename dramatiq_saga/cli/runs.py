@@ -1,6 +1,7 @@
 """``send``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
 
-A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant.
+A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
+decides about a run; it asks ``operations`` and writes down the answer.
 """
 
 from __future__ import annotations

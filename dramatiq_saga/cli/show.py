@@ -1,6 +1,7 @@
 """``show``: a run's story, step by step, each with what undoes it, and which try comes next and when (NATIVE-6).
 
-Tells what the rows say and nothing else; times are UTC.
+Tells what the rows say and nothing else: no guess stands in for a fact. Times are UTC.
+It must never write.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``init`` and ``sweep``: what is done to a whole database.
 
-A sweep ends with status 0 when it ran, whatever it found; a store that refuses ends it with status 1 and a clear line.
+A sweep prints one line of counts and ends with status 0 when it ran, whatever it found.
+A store that refuses ends it with status 1 and a clear line; nothing is lost by that, because the next sweep goes on from there.
 """
 
 from __future__ import annotations

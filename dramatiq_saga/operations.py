@@ -30,6 +30,7 @@ from .statuses import FlowStatus
 from .step import OPTION
 from .store.connections import file_of
 from .store.database import Store, open_store
+from .store.sql import SQLITE
 from .workflow import workflows_of
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def run_of(letter: DeadLetter) -> str | None:
 
 def _refuse_to_create(store: Store) -> None:
     """Looking at a database creates nothing: on SQLite, opening a missing file would."""
-    path = file_of(store.database)
+    path = file_of(store.database) if store.dialect == SQLITE else None
     if path is not None and not Path(path).exists():
         raise RefusedError(f"there is no file {path}: check the address of the database, or create it with `init`")
 

@@ -39,7 +39,7 @@ def open_application(name: str) -> Broker:
     if broker is None:
         raise RefusedError(f"module {module_name!r} sets no broker: call dramatiq.set_broker(broker) in it{_or_name(module)}")
     if not _has_sagas(broker):
-        others = [candidate for candidate in _brokers(module) if _has_sagas(_brokers(module)[candidate])]
+        others = [other for other, candidate in _brokers(module).items() if _has_sagas(candidate)]
         hint = f"; or name the one that has: {' or '.join(f'--app {module_name}:{other}' for other in others)}" if others else ""
         raise RefusedError(
             f"the broker that module {module_name!r} sets ({type(broker).__name__}) has no SagaMiddleware: "
@@ -55,7 +55,7 @@ def _import(module_name: str, here: str) -> ModuleType:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(missing + "."):
             raise RefusedError(
-                f"no module named {missing!r} (--app {module_name}): it was looked for in {here} and on Python's path; "
+                f"{error} (--app {module_name}): it was looked for in {here} and on Python's path; "
                 "change to the application's directory, or set PYTHONPATH"
             ) from None
         raise RefusedError(f"module {module_name!r} cannot be imported: {error}{_where(error)}") from None
@@ -90,10 +90,11 @@ def _named(module: ModuleType, path: str) -> Broker:
 
 
 def _or_name(module: ModuleType) -> str:
-    names = list(_brokers(module))
+    brokers = _brokers(module)
+    names = [name for name, broker in brokers.items() if _has_sagas(broker)] or list(brokers)
     if not names:
         return ""
-    return f"; or name a broker of its: {' or '.join(f'--app {module.__name__}:{name}' for name in names)}"
+    return f"; or name the broker: {' or '.join(f'--app {module.__name__}:{name}' for name in names)}"
 
 
 def _brokers(module: ModuleType) -> dict[str, Broker]:

@@ -19,7 +19,7 @@ from dramatiq.errors import DramatiqError
 
 from ..codec import printable_block
 from ..errors import SagaError
-from ..operations import Operator, RefusedError
+from ..operations import Operator
 from . import queues, runs, show, sweeps
 from .answer import Answer
 from .application import open_application
@@ -128,6 +128,5 @@ def _print(text: str) -> None:
 
 
 def _fail(error: object, status: int) -> int:
-    label = "" if isinstance(error, RefusedError) else "error: " if status == 1 else ""
-    print(f"dramatiq-saga: {label}{printable_block(str(error))}", file=sys.stderr)
+    print(f"dramatiq-saga: {printable_block(str(error))}", file=sys.stderr)
     return status

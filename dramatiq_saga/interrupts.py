@@ -2,8 +2,8 @@
 
 ``TimeLimit`` and ``ShutdownNotifications`` raise an exception into a worker thread between any two bytecodes. Inside a body that
 is their purpose. While a claim or an outcome is written it would turn work that succeeded into a failure, so those parts run
-:func:`shielded`: an interrupt that arrives there is caught, the part is carried out (again: each of them can be), and the
-interrupt is handed back to the caller, who knows what it means. The database itself is never in an interrupted thread: writes
+:func:`shielded`: an interrupt that arrives there is caught and noted, and the part is carried out again: each of them finds
+what it has done already. The database itself is never in an interrupted thread: writes
 run in threads of the store's own.
 
 Proven by ``tests/races/test_interrupts.py``, which throws interrupts at every line of these parts.
@@ -37,23 +37,21 @@ def disarm(broker: Broker | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
 
 
-def shielded(part: Callable[[], T]) -> tuple[T, Interrupt | None]:
-    """``part()``'s value, and the last interrupt that arrived meanwhile.
+def shielded(part: Callable[[], T], arrived: list[Interrupt]) -> T:
+    """``part()``'s value; what has interrupted it meanwhile is appended to ``arrived``.
 
     ``part`` is called again after an interrupt, so it must find what an earlier call of it has done. At most two interrupts
     can arrive per message (a time limit and a shutdown); each level below absorbs one that lands in the other's handler.
     """
-    value, outer = _shielded(lambda: _shielded(part))
-    return value[0], outer or value[1]
+    return _shielded(lambda: _shielded(part, arrived), arrived)
 
 
-def _shielded(part: Callable[[], T]) -> tuple[T, Interrupt | None]:
-    interrupt: Interrupt | None = None
+def _shielded(part: Callable[[], T], arrived: list[Interrupt]) -> T:
     while True:
         try:
-            return part(), interrupt
+            return part()
         except Interrupt as error:
-            interrupt = error
+            arrived.append(error)
 
 
 class Body:
@@ -62,28 +60,29 @@ class Body:
     ``broker`` is the one whose interrupts are taken away afterwards; ``None`` in a thread that is not one of its workers.
     """
 
-    def __init__(self, call: Callable[[], object], broker: Broker | None) -> None:
+    def __init__(self, call: Callable[[list[object]], None], broker: Broker | None) -> None:
         self._call = call
         self._broker = broker
-        self._started = False
+        self.started = False
         self.returned: list[object] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Run it; never raises. Afterwards this thread is disarmed."""
+        """Run it, unless that has been done. Afterwards this thread is disarmed.
+
+        ``call`` appends what the body returned to the list that it is given, so that no interrupt can come between the two.
+        """
         while True:
             try:
-                if not self._started:
-                    self._started = True
+                if not self.started:
+                    self.started = True
                     try:
-                        self.returned.append(self._call())
+                        self._call(self.returned)
                     except BaseException as error:
-                        self._failed(error)
+                        if not self.returned:
+                            self.error = error
                 disarm(self._broker)
                 return
             except Interrupt as error:
-                self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        if not self.returned and self.error is None:
-            self.error = error
+                if not self.returned and self.error is None:
+                    self.error = error

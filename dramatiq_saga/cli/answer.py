@@ -81,6 +81,11 @@ def duration(ms: int) -> str:
     raise AssertionError("unreachable")
 
 
+def times(number: int, one: str, many: str) -> str:
+    """``1 try``, ``3 tries``."""
+    return f"{number} {one if number == 1 else many}"
+
+
 def relative(ms: int, now: int) -> str:
     """``in 12.0 s``, or ``3 min ago``."""
     return f"in {duration(ms - now)}" if ms > now else f"{duration(now - ms)} ago"
@@ -88,6 +93,6 @@ def relative(ms: int, now: int) -> str:
 
 def error_line(error: dict[str, Any]) -> str:
     """A recorded error in one line."""
-    kind = str(error.get("type") or "error").removeprefix("builtins.")
+    kind = str(error.get("type") or "error").removeprefix("builtins.").removeprefix("dramatiq_saga.errors.")
     message = error.get("message")
     return printable(f"{kind}: {message}" if message else kind)

@@ -468,7 +468,7 @@ def _failure(failures: list[tuple[int, str, str | None]]) -> str | None:
     parts = []
     for sequence, actor, error in failures:
         cause = load_error(error) if error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {sequence} ({actor}): {cause['type']}: {cause['message']}")
+        parts.append(f"undo of step {sequence} ({actor}): {cause['type'].removeprefix('builtins.')}: {cause['message']}")
     unfinished_only = all(error and _UNFINISHED == load_error(error)["type"] for _, _, error in failures)
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 

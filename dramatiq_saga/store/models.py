@@ -302,7 +302,7 @@ def build(database: Database, prefix: str) -> Models:
             "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
         ],
         indexes=[
-            index("action_live", "run_id", "sequence", where=LIVE, leading="ended_at"),
+            index("action_live", "created_at", where=LIVE, leading="ended_at"),
             index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
         ],
     )
@@ -347,7 +347,7 @@ def build(database: Database, prefix: str) -> Models:
             "status <> 'completed' OR ended_at IS NOT NULL",
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
-        indexes=[index("comp_live", "run_id", "sequence", where=LIVE, leading="ended_at")],
+        indexes=[index("comp_live", "created_at", where=LIVE, leading="ended_at")],
     )
 
     blocks = table(

@@ -115,6 +115,7 @@ def test_a_python_that_cannot_make_environments_is_told_the_one_line_that_mends_
 ) -> None:
     monkeypatch.setattr(original, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(original.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(original.SetUpError, match="apt-get install --yes python3-venv"):
         original.make_venv()
 

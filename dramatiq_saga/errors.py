@@ -2,7 +2,7 @@
 
 All derive from :class:`SagaError`; those that a workflow function may catch derive from :class:`FlowError`. Facts are
 attributes, the message says what to do next, and every error survives pickling. Nothing here performs I/O or imports
-anything of ours.
+anything of ours. Long, because the errors are many; none of them does anything.
 """
 
 from __future__ import annotations
@@ -233,9 +233,27 @@ class FlowExpiredError(FlowEndedError):
 class ResultMissing(SagaError, _DramatiqResultMissing):
     """The run has not finished yet, so it has no result."""
 
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)  # Dramatiq's own takes a message only
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} is {self.status} and has no result yet: wait for it with result(wait=seconds)"
+
 
 class ResultTimeout(SagaError, _DramatiqResultTimeout):
     """The run did not finish within the time given to wait for it."""
+
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} did not finish in the time given, it is {self.status}; it goes on all the same"
 
 
 class RunConflictError(SagaError):
@@ -354,11 +372,11 @@ class DatabaseUnusableError(SagaError):
 
 
 class StoreError(SagaError):
-    """A write to the store did not happen, or nobody can say whether it did.
+    """The store could not be used, or nobody can say what became of a write.
 
-    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body``, ``commit`` or ``rollback``.
-    ``sqlite_errorcode`` is SQLite's extended result code, where SQLite gave one. ``executed`` tells whether the operation's
-    function was called at all, so whether any of its statements may have been tried.
+    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body`` or ``commit``. ``sqlite_errorcode`` is SQLite's
+    extended result code, ``None`` on other databases. ``executed`` tells whether the operation's function was called at
+    all, so whether any of its statements may have been tried.
     """
 
     def __init__(self, detail: str, phase: str = "body", sqlite_errorcode: int | None = None, executed: bool = False) -> None:
@@ -375,12 +393,8 @@ class StoreError(SagaError):
 class WriteRefusedError(StoreError):
     """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again.
 
-    ``sqlite_errorcode`` is SQLite's extended result code, ``None`` on other databases; ``__cause__`` is the driver's error.
+    ``__cause__`` is the database's error, where it gave one.
     """
-
-    def __init__(self, message: str, *, sqlite_errorcode: int | None = None) -> None:
-        super().__init__(message)
-        self.sqlite_errorcode = sqlite_errorcode
 
 
 class WriteUnknownError(StoreError):

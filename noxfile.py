@@ -27,6 +27,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
 #: job -> (what it is for, its commands). Arguments go to the last command; pytest's later options win over earlier ones.
 JOBS: dict[str, tuple[str, list[str]]] = {
+    "setup": ("nothing but .venv, and which Python is in it", ["python --version"]),
     "demo": ("a shop whose workers are killed in mid-order: watch it recover", ["python -m examples.demo"]),
     "tests": ("the whole suite, with the servers that answer here", ["python -m pytest -n 2"]),
     "backends": ("what needs a database or message server; all of them must answer", ["python -m pytest -m servers"]),
@@ -116,13 +117,16 @@ def set_up() -> None:
         if stamp.read_text() == wanted and venv_python().exists():
             return
     print(f"Setting up {VENV} (once; a minute or two, needs the network)", flush=True)
-    stamp.unlink(missing_ok=True)
     if not venv_works():
         make_venv()
-    if not install():
-        make_venv()  # half of an earlier attempt may stand in the way: once more, from nothing
-        if not install():
-            raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
+    if stamp.exists():
+        stamp.write_text("begun")
+    done = install()
+    if not done and not stamp.exists():
+        make_venv()  # half of a first attempt may stand in the way: once more, from nothing
+        done = install()
+    if not done:
+        raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
     stamp.write_text(wanted)
 
 

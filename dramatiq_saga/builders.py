@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dramatiq import Actor, Message
 
+from .advice import advise
 from .clock import moment_to_ms, to_ms
 from .codec import encode, step_failed
 from .engine.replay import Replay
@@ -220,7 +221,7 @@ class ActionBuilder(Generic[R]):
         priority = options.pop("priority", None)
         sequence = replay.next_sequence()
         settings = replay.settings
-        return NewStep(
+        step = NewStep(
             sequence, actor.actor_name, queue, priority, options or None, self._encoded,
             max_claims=self._max_claims,
             reclaim_stale_after_seconds=self._reclaim.resolve(settings, "actions"),
@@ -231,6 +232,8 @@ class ActionBuilder(Generic[R]):
             comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
             expires_at=self._expires_at,
         )  # fmt: skip
+        advise(actor, step, settings)
+        return step
 
     @property
     def _has_compensation(self) -> bool:

@@ -44,6 +44,11 @@ def _shown_type(name: str) -> str:
     return name.removeprefix("builtins.")
 
 
+def _shown(name: str, message: str) -> str:
+    """A recorded error in one line; an error of ours says by itself what it is."""
+    return message if name.startswith(f"{__name__}.") else f"{_shown_type(name)}: {message}"
+
+
 # --- what a workflow function may catch ------------------------------------------------------------------------------
 
 
@@ -206,7 +211,7 @@ class FlowEndedError(SagaError):
     def __str__(self) -> str:
         detail = ""
         if self.cause:
-            detail = f": {_shown_type(str(self.cause.get('type')))}: {self.cause.get('message')}"
+            detail = f": {_shown(str(self.cause.get('type')), str(self.cause.get('message')))}"
         elif self.reason:
             detail = f": {self.reason}"
         return f"run {self.run_id} of {self.workflow_name} {self._verb}{detail}"

@@ -103,7 +103,6 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
-        self._warned: set[str] = set()
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
 
@@ -368,24 +367,6 @@ class SagaMiddleware(Middleware):
                 )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
-
-    # --- advice ------------------------------------------------------------------------------------------------------
-
-    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
-        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
-        name = actor.actor_name
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
-            return
-        for middleware in actor.broker.middleware:
-            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
-                self.log.warning(
-                    "step_keeps_default_retries",
-                    actor=name,
-                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
-                )
 
 
 class BootRefusedError(SagaError, MiddlewareError):

@@ -63,6 +63,7 @@ EXAMPLES: list[SagaError] = [
     errors.RetryPolicyReentryError("plain"),
     errors.ResultNotSerializableError("plain"),
     errors.StepLeftTransactionError("plain"),
+    errors.MessageSkippedError("plain"),
     errors.MessageTooOldError("plain"),
     errors.UnknownActorError("plain"),
     errors.CompensationFailedError("plain"),
@@ -156,6 +157,12 @@ def test_an_interrupted_step_is_a_failed_step_by_class_and_by_name() -> None:
 def test_messages_show_builtin_classes_as_python_does() -> None:
     assert str(StepFailedError("charge", 3, "builtins.ValueError", "no")) == "step 3 (charge) failed: ValueError: no"
     assert str(errors.FlowFailedError("run-1", "checkout", CAUSE)) == "run run-1 of checkout failed: ValueError: no"
+
+
+def test_a_run_that_failed_by_a_step_names_the_step_and_not_our_class() -> None:
+    step = StepFailedError("charge", 3, "builtins.ValueError", "no")
+    cause = {**CAUSE, "type": qualified_name(StepFailedError), "message": str(step)}
+    assert str(errors.FlowFailedError("run-1", "checkout", cause)) == f"run run-1 of checkout failed: {step}"
 
 
 def test_a_newer_schema_and_an_older_one_ask_for_different_things() -> None:

@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from .leases import LeaseKeeper
-from .wake import FileWatcher, sqlite_file
+from .wake import Bell, FileWatcher, sqlite_file
 
 if TYPE_CHECKING:
     from .consumer import DatabaseConsumer
@@ -32,7 +32,10 @@ class Deliveries:
         self._workers: set[int] = set()
         self._keeper = LeaseKeeper(broker, retry_after=broker.retry_after, every=broker.extend_every)
         path = sqlite_file(broker.store)
-        self._watcher = None if path is None else FileWatcher(path, interval=broker.poll_interval, on_change=self.changed)
+        self._bell = None if path is None else Bell(path)
+        self._watcher = None
+        if path is not None and self._bell is not None:
+            self._watcher = FileWatcher(path, bell=self._bell, interval=broker.poll_interval, on_change=self.changed)
 
     # --- consumers ---------------------------------------------------------------------------------------------------
 
@@ -51,9 +54,11 @@ class Deliveries:
             self._consumers[consumer.queue] = others
 
     def arrived(self, queue: str, due_at: int | None) -> None:
-        """A message was committed by this process: its consumers of that queue need not wait to be told by others."""
+        """A message was committed by this process: tell its own consumers of that queue, and ring for the others."""
         for consumer in self._consumers.get(queue, ()):
             consumer.message_arrived(due_at)
+        if self._bell is not None:
+            self._bell.ring()
 
     def changed(self) -> None:
         """Something was committed by somebody: idle consumers look."""

@@ -39,15 +39,14 @@ _RECYCLE = (
     " actor = ?, message_id = ?, message = ?" + _FENCE
 )
 _RETAIN = "UPDATE {messages} SET priority = ?, actor = ?, message_id = ?, message = ?" + _FENCE
-_REROUTE = (
-    "UPDATE {messages} SET queue = ?, state = 0, available_at = ?, lease_until = NULL, attempts = attempts - 1" + _FENCE
-)
+_REROUTE = "UPDATE {messages} SET queue = ?, state = 0, available_at = ?, lease_until = NULL, attempts = attempts - 1" + _FENCE
 _EXTEND = "UPDATE {messages} SET lease_until = ?" + _FENCE
 
 # A due row and a lapsed one become ready before anything is picked, so that they compete by priority and age alone: a
 # pick among the first few due rows could pass by an urgent one behind them for ever.
-_DUE_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 1 AND available_at <= ? ORDER BY available_at LIMIT " + str(SWEEP_LIMIT)
-_LAPSED_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 2 AND lease_until <= ? ORDER BY lease_until LIMIT " + str(SWEEP_LIMIT)
+_SWEEP = f" LIMIT {SWEEP_LIMIT}"
+_DUE_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 1 AND available_at <= ? ORDER BY available_at" + _SWEEP
+_LAPSED_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 2 AND lease_until <= ? ORDER BY lease_until" + _SWEEP
 _READY_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 0 ORDER BY priority, enqueued_at, id LIMIT ?"
 _MAKE_READY = "UPDATE {messages} SET state = 0, lease_until = NULL WHERE id "
 _RESERVE = (

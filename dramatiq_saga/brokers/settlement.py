@@ -75,7 +75,7 @@ def end(broker: DatabaseBroker, proxy: DatabaseMessageProxy, *, reason: str | No
         except Interrupt as interrupt:
             # A time limit or a shutdown notice that was raised a moment too late: it lands here although the work is done.
             # Let through, it would end the worker thread for good. The statements are fenced, so going through them again
-            # changes nothing that has changed already. test_an_interrupt_during_the_acknowledgement_costs_neither_message_nor_thread
+            # changes nothing that has changed already. test_an_interrupt_while_acknowledging_costs_no_thread
             broker.logger.info("%s ignored while message %s was settled.", type(interrupt).__name__, proxy.message_id)
             interrupted = True
 
@@ -157,6 +157,6 @@ def report_lost(broker: DatabaseBroker, proxy: DatabaseMessageProxy, what: str) 
 
 def _attempt(broker: DatabaseBroker, operation: Callable[[Tx], Any], what: str) -> None:
     try:
-        broker.store.submit(operation).result()
+        broker.execute(operation)
     except Exception:
         broker.logger.warning("Could not %s; the lease will lapse.", what, exc_info=True)

@@ -25,7 +25,8 @@ from typing import Any
 from peewee import SqliteDatabase
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
-from .connections import Connector, file_of, keep_inherited, same_file
+from .connections import Connector, file_of, same_file
+from .peewee_internals import adopt, forget, keep_inherited
 from .rollback_proof import Outcome, Verdict, run_root
 from .sql import Statements
 from .tickets import Ticket
@@ -43,8 +44,8 @@ FILE_CHECK_INTERVAL = 1.0
 class Writer:
     """The way to the writer thread, which it starts when there is something to write.
 
-    ``prepare`` is called on that thread before a batch and sees to the schema; ``local.tx`` is set there to the transaction
-    object, so that a call from inside an operation finds it.
+    ``prepare`` is called on that thread before a batch and sees to the schema; ``moved`` when the file is another one.
+    ``local.tx`` is set there to the transaction object, so that a call from inside an operation finds it.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Writer:
         texts: Statements,
         *,
         prepare: Callable[[], None],
+        moved: Callable[[], None],
         local: threading.local,
     ) -> None:
         self.database = database
         self.connector = connector
         self.texts = texts
         self.prepare = prepare
+        self.moved = moved
         self.local = local
         self._thread: _WriterThread | None = None
         self._lock = Lock()
@@ -258,7 +261,7 @@ class _WriterThread(Thread):
         connection = self._writer.connector.open()
         # Peewee keeps connections per thread: this makes ours the one of this thread, so that models and atomic() used
         # inside an operation are part of its transaction.
-        self._database._state.set_connection(connection)
+        adopt(self._database, connection)
         self._connection = connection
         self._writer.local.tx = self._tx = SQLiteTx(connection, self._writer.texts)
         path = file_of(self._database)
@@ -270,10 +273,12 @@ class _WriterThread(Thread):
     def _look_at_file(self) -> None:
         """A file that was deleted or replaced takes commits without an error, and they are lost: notice, once, loudly."""
         path = file_of(self._database)
-        assert path is not None and self._file is not None
         self._looked_at = time.monotonic()
+        if path is None or self._file is None:
+            return
         if not same_file(path, self._file):
             self._disconnect()
+            self._writer.moved()
             raise DatabaseUnusableError(
                 f"the SQLite file {path} was deleted or replaced while it was open; what was written since then may be lost. "
                 "The next write opens what is there now; stop all workers before moving a database"
@@ -282,7 +287,7 @@ class _WriterThread(Thread):
     def _disconnect(self) -> None:
         connection, self._connection, self._file = self._connection, None, None
         if connection is not None:
-            self._database.dispose()
+            forget(self._database)
             try:
                 connection.close()
             except sqlite3.Error:
@@ -296,8 +301,9 @@ def _refused(outcome: Outcome[Any], *, executed: bool) -> BaseException:
         return error  # raised by the operation, or by a statement of its own
     if isinstance(error, DatabaseUnusableError):
         return error
-    reason = error if error is not None else "the writer's connection was not idle"
-    refused = WriteRefusedError(f"the database refused the write ({outcome.phase}): {reason}", outcome.phase, outcome.code, executed)
+    reason = "the writer's connection was not idle" if error is None else error
+    detail = f"the database refused the write ({outcome.phase}): {reason}"
+    refused = WriteRefusedError(detail, outcome.phase, outcome.code, executed)
     refused.__cause__ = error
     return refused
 

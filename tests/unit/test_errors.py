@@ -65,6 +65,7 @@ EXAMPLES: list[SagaError] = [
     errors.StepLeftTransactionError("plain"),
     errors.MessageSkippedError("plain"),
     errors.MessageTooOldError("plain"),
+    errors.MessageSkippedError("plain"),
     errors.UnknownActorError("plain"),
     errors.CompensationFailedError("plain"),
     errors.CompensationUnfinishedError("plain"),

@@ -322,14 +322,21 @@ class NotSerializableError(SagaError, TypeError):
 
 
 class WouldBlockError(SagaError):
-    """``run_sync`` met a wait that nothing in this process can end (SYNC-1)."""
+    """``run_sync`` met a wait that nothing in this process can end (SYNC-1).
 
-    def __init__(self, run_id: str, waiting_for: str) -> None:
-        super().__init__(run_id, waiting_for)
+    ``held`` is the recorded error where the run is held for a fault in its code (HISTORY-1): it goes on once that is mended.
+    """
+
+    def __init__(self, run_id: str, waiting_for: str, held: dict[str, Any] | None = None) -> None:
+        super().__init__(run_id, waiting_for, held)
         self.run_id = run_id
         self.waiting_for = waiting_for
+        self.held = held
 
     def __str__(self) -> str:
+        if self.held is not None:
+            error = f"{str(self.held.get('type')).rpartition('.')[2]}: {self.held.get('message')}"
+            return f"run {self.run_id} is held, not failed, until its code is mended: {error}"
         return (
             f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; "
             "start it with send() instead"

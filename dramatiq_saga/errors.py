@@ -336,7 +336,7 @@ class WouldBlockError(SagaError):
     def __str__(self) -> str:
         if self.held is not None:
             error = f"{str(self.held.get('type')).rpartition('.')[2]}: {self.held.get('message')}"
-            return f"run {self.run_id} is held, not failed, until its code is mended: {error}"
+            return f"run {self.run_id} is held: {error}"
         return (
             f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; "
             "start it with send() instead"

@@ -40,7 +40,15 @@ from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
-from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, StoreError, UnknownActorError
+from .errors import (
+    MessageSkippedError,
+    MessageTooOldError,
+    MiddlewareOrderError,
+    SagaError,
+    SettingsError,
+    StoreError,
+    UnknownActorError,
+)
 from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
@@ -128,9 +136,9 @@ class SagaMiddleware(Middleware):
                     f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
                     'name one, for example SagaMiddleware("postgresql://localhost/shop")'
                 )
-            store = own
+            store = self._adopt(own)
         elif isinstance(own, Store) and own.is_same_database(self._database):
-            store = own
+            store = self._adopt(own)
         else:
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
@@ -143,6 +151,19 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+
+    def _adopt(self, store: Store) -> Store:
+        """The broker's own store, on which the settings about tables count as well."""
+        schema = self.settings.schema
+        if schema.table_prefix not in (store.prefix, Settings().schema.table_prefix):
+            raise SettingsError(
+                "schema.table_prefix",
+                f"{schema.table_prefix!r} is not the prefix of the broker's tables, {store.prefix!r}: "
+                f"give the broker prefix={schema.table_prefix!r} as well",
+            )
+        if schema.auto_create is not None:
+            store.auto_create = schema.auto_create
+        return store
 
     def runner(self, broker: Broker) -> Runner:
         """What runs messages on ``broker``."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import dramatiq_saga
 from dramatiq_saga import errors, statuses
 from tests.support.pages import NOT_RUN, ROOT, Page, all_pages
 from tests.support.processes import WorkerProcess
@@ -147,6 +150,26 @@ def test_the_reference_names_every_status() -> None:
     words = [word for enum in enums if enum is not StrEnum for word in (enum.__name__, *enum)]
     assert len(words) > 20
     assert [str(word) for word in words if f"`{word}`" not in text] == []
+
+
+#: A statement that changes how a row of these tables stands.
+WRITES_STATUS = re.compile(
+    r"(UPDATE \{(flow|action|compensation)_runs\} SET |INSERT INTO \{(action|compensation)_runs\}|\{insert_ignore\} \{flow_runs\})"
+    r"(?:(?! WHERE ).)*\b(status|given_up)\b"
+)
+
+
+def test_the_tables_of_statuses_show_every_statement_that_writes_one() -> None:
+    """STATUS-1: no status changes in a way that the page does not tell of."""
+    text = (ROOT / "docs" / "reference" / "statuses.md").read_text(encoding="utf-8")
+    found = set()
+    for module in pkgutil.walk_packages(dramatiq_saga.__path__, "dramatiq_saga."):
+        if ".migrations." not in module.name:
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if isinstance(value, str) and WRITES_STATUS.match(value):
+                    found.add(f"{module.name.rpartition('.')[2]}.{name}")
+    assert len(found) > 20
+    assert found == set(re.findall(r"`(\w+\._[A-Z_]+)`", text))
 
 
 JOB = re.compile(r"python3 noxfile\.py +([a-z]+)")

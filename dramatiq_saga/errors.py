@@ -40,13 +40,12 @@ def is_named(names: Iterable[str], cls_or_name: type[BaseException] | str) -> bo
     return any(name == wanted for name in names)
 
 
-def _shown_type(name: str) -> str:
-    return name.removeprefix("builtins.")
-
-
-def _shown(name: str, message: str) -> str:
-    """A recorded error in one line; an error of ours says by itself what it is."""
-    return message if name.startswith(f"{__name__}.") else f"{_shown_type(name)}: {message}"
+def in_one_line(name: str, message: str) -> str:
+    """A recorded error as people read it: ``ValueError: no``, ``shop.CardDeclined: no money``, ``step 3 (ship) failed: …``."""
+    module, _, cls = name.rpartition(".")
+    if module == __name__ and cls in ("StepFailedError", "StepInterruptedError"):
+        return message  # which says it all
+    return f"{cls if module in ('builtins', __name__) else name}: {message}"
 
 
 # --- what a workflow function may catch ------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class StepFailedError(FlowError):
         self.code = code
 
     def __str__(self) -> str:
-        return f"step {self.sequence} ({self.actor_name}) failed: {_shown_type(self.error_type)}: {self.message}"
+        return f"step {self.sequence} ({self.actor_name}) failed: {in_one_line(self.error_type, self.message)}"
 
     def is_a(self, cls_or_name: type[BaseException] | str) -> bool:
         """Whether the original error was an instance of that class, judged by recorded names.
@@ -211,7 +210,7 @@ class FlowEndedError(SagaError):
     def __str__(self) -> str:
         detail = ""
         if self.cause:
-            detail = f": {_shown(str(self.cause.get('type')), str(self.cause.get('message')))}"
+            detail = f": {in_one_line(str(self.cause.get('type')), str(self.cause.get('message')))}"
         elif self.reason:
             detail = f": {self.reason}"
         return f"run {self.run_id} of {self.workflow_name} {self._verb}{detail}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, load_error
-from ..errors import CompensationFailedError, CompensationUnfinishedError
+from ..errors import CompensationFailedError, CompensationUnfinishedError, in_one_line
 from ..journal import history
 from . import notify
 from .claim import Claim, idempotency_key
@@ -403,7 +403,7 @@ def _failure(failures: list[tuple[int, str, str | None]]) -> str | None:
     parts = []
     for sequence, actor, error in failures:
         cause = load_error(error) if error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {sequence} ({actor}): {cause['type']}: {cause['message']}")
+        parts.append(f"undo of step {sequence} ({actor}): {in_one_line(cause['type'], cause['message'])}")
     return describe_error(CompensationFailedError("; ".join(parts)))
 
 

@@ -47,7 +47,7 @@ def _words(event: Any) -> str:
     word = WORDS.get(event.type, event.type)
     detail = ""
     if event.detail and event.type != "flow.started":
-        detail = "  " + event.detail.removeprefix("dramatiq_saga.errors.StepFailedError: ")
+        detail = f"  {event.detail}"
     if event.sequence is None:
         return f"{word}{detail}"
     attempt = f"  (attempt {event.attempt})" if event.attempt and event.attempt > 1 and word == "began" else ""

@@ -253,6 +253,34 @@ class DatabaseBroker(Broker):
         if reservation is None or not reservations.recycle(tx, reservation, prepared, now=now):
             reservations.insert(tx, prepared, now=now)
 
+    def can_take(self, prepared: Prepared) -> bool:
+        """Whether this process would deliver that message itself: it is due, a worker here consumes its queue and knows its actor."""
+        return (
+            prepared.due_at is None
+            and prepared.message.actor_name in self.actors
+            and self.here.consumer_thread(prepared.queue) is not None
+        )
+
+    def hand_over(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> Reservation | None:
+        """As :meth:`stage` with a reservation, but the row stays reserved for this process, which saves a reservation.
+
+        ``None`` where the reservation was lost: then nothing was changed. :meth:`taken` follows once ``tx`` has committed. The
+        prefetch slot is the one that the delivery at hand gives up, and the age is the row's (QUEUE-1).
+        """
+        return reservations.hand_over(tx, reservation, prepared, now=self.store.clock.now())
+
+    def taken(self, prepared: Prepared, reservation: Reservation, lease_until: int) -> None:
+        """After the commit: give the message that was handed over to this process's workers.
+
+        Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7).
+        """
+        thread = self.here.consumer_thread(prepared.queue)
+        self.emit_after("enqueue", prepared.message, prepared.delay)
+        if thread is None:
+            settlement.give_back_row(self, reservation)
+            return
+        thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until))
+
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""
         return reservations.retain(tx, reservation, prepared)

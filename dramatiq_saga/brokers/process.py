@@ -29,7 +29,7 @@ class Deliveries:
         self.draining = False
         self._lock = Lock()
         self._consumers: dict[str, tuple[DatabaseConsumer, ...]] = {}
-        self._workers: set[int] = set()
+        self._workers: dict[int, Any] = {}
         self._keeper = LeaseKeeper(broker, retry_after=broker.retry_after, every=broker.extend_every)
         path = sqlite_file(broker.store)
         self._bell = None if path is None else Bell(path)
@@ -81,7 +81,7 @@ class Deliveries:
 
     def worker_boots(self, worker: Any) -> None:
         """A worker of this process is about to start."""
-        self._workers.add(id(worker))
+        self._workers[id(worker)] = worker
         self.draining = False
 
     def worker_thread_boots(self, thread: Thread) -> None:
@@ -90,7 +90,7 @@ class Deliveries:
 
     def worker_stops(self, worker: Any) -> None:
         """A worker finishes what it runs and starts nothing new."""
-        self._workers.discard(id(worker))
+        self._workers.pop(id(worker), None)
         if not self._workers:
             self.draining = True
             self.changed()
@@ -98,6 +98,16 @@ class Deliveries:
     def worker_stopped(self) -> None:
         """It has given back what it had not started."""
         self.draining = False
+
+    def consumer_thread(self, queue: str) -> Any | None:
+        """The Dramatiq thread that consumes ``queue`` in this process, if one does so now."""
+        for worker in tuple(self._workers.values()):
+            thread = worker.consumers.get(queue)
+            if thread is not None and thread.running and not thread.paused:
+                consumer = thread.consumer
+                if consumer is not None and not consumer.closed:
+                    return thread
+        return None
 
     def stop(self) -> None:
         """End the helper threads; consumers that wait return. What is still held is left to its lease."""

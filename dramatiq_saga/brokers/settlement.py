@@ -129,6 +129,13 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
         broker.here.arrived(queue, None)
 
 
+def give_back_row(broker: DatabaseBroker, reservation: Reservation) -> None:
+    """As :func:`give_back`, for a row that no delivery was made of yet."""
+    now = broker.store.clock.now()
+    _attempt(broker, lambda tx: reservations.give_back(tx, reservation, due_at=None, now=now), "give back a message")
+    broker.here.arrived(reservation.queue, None)
+
+
 def bury_undecodable(broker: DatabaseBroker, reservation: Reservation, error: Exception) -> None:
     """A row that is no message goes to the dead letters on its own, with its reason; others are not affected (QUEUE-5)."""
     broker.logger.error("Row %d of queue %r is not a message: %s", reservation.id, reservation.queue, error)

@@ -54,7 +54,6 @@ NAME_LENGTH = 191
 
 #: What the partial indexes say of their rows. SQLite uses such an index only for a statement that repeats the text.
 LIVE_FLOW = "status IN ('pending', 'running', 'waiting', 'rolling_back')"
-UNHAPPY_FLOW = "status IN ('failed', 'cancelled', 'expired')"
 LIVE_ACTION = "status IN ('pending', 'running', 'failed', 'awaiting_retry')"
 LIVE_COMPENSATION = "status IN ('pending', 'running')"
 
@@ -177,7 +176,9 @@ def build(database: Database, prefix: str) -> Models:
         }
         if key:
             meta["primary_key"] = CompositeKey(*key)
-            meta["without_rowid"] = dialect == SQLITE  # one tree instead of a table and the index of its key
+            # One tree instead of a table and the index of its key; but only where rows are small: beyond a quarter of a
+            # page such a tree keeps the rest of a row on pages of its own.
+            meta["without_rowid"] = dialect == SQLITE and not any(isinstance(column, BlobField) for column in columns.values())
         model = cast("type[Model]", type(name, (Row,), {"__doc__": None, **columns, "Meta": type("Meta", (), meta)}))
         for one in indexes if dialect != MYSQL else ():
             model.add_index(
@@ -235,8 +236,7 @@ def build(database: Database, prefix: str) -> Models:
         ],
         indexes=[
             index("flow_created", "created_at", "id"),
-            index("flow_live", "created_at", "id", where=LIVE_FLOW, leading="status"),
-            index("flow_unhappy", "status", "created_at", "id", where=UNHAPPY_FLOW),
+            index("flow_status", "status", "created_at", "id"),
             index("flow_unseen", "woken_at", where=f"wakes > wakes_seen AND {LIVE_FLOW}", leading="status"),
             index("flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {LIVE_FLOW}", leading="status"),
             index("flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE_FLOW}", leading="status"),
@@ -465,7 +465,8 @@ def build(database: Database, prefix: str) -> Models:
 
     messages = table(
         "messages",
-        id=BigAutoField(),
+        # A row's id is never used again: a second acknowledgement of one message cannot meet another message's row.
+        id=BigAutoField(constraints=[SQL("AUTOINCREMENT")] if dialect == SQLITE else None),
         queue=ident(),
         state=integer(default=0),  # 0 ready, 1 delayed, 2 reserved, 3 dead
         priority=integer(default=0),

@@ -31,11 +31,15 @@ from .rollback_proof import Outcome, Verdict, run_root
 from .sql import Statements
 from .tickets import Ticket
 from .transactions import SQLiteTx
+from .turnstile import Turnstile
 
 logger = logging.getLogger("dramatiq_saga")
 
 #: Operations that share one transaction at most.
 MAX_BATCH = 64
+
+#: The side file that writers of several processes take turns at, beside the database; it stays empty.
+TURNSTILE_SUFFIX = "-turn"
 
 #: How often the writer looks whether its file is still the one at the path, seconds.
 FILE_CHECK_INTERVAL = 1.0
@@ -87,6 +91,8 @@ class Writer:
 
     def abandon(self) -> None:
         """In a forked child: the thread is gone, and its connection is the parent's."""
+        if self._thread is not None:
+            self._thread.abandon()
         keep_inherited(self._thread)
         self._thread = None
         self._lock = Lock()
@@ -123,6 +129,7 @@ class _WriterThread(Thread):
         self._tx: SQLiteTx
         self._batch: list[Ticket[Any]] = []
         self._last = False
+        self._turnstile: Turnstile | None = None
         self._file: tuple[int, int] | None = None
         self._looked_at = 0.0
 
@@ -143,6 +150,11 @@ class _WriterThread(Thread):
                     if not waiting.done:
                         waiting.fail(WriteUnknownError(f"the writer thread failed: {exc!r}", "body", None, True))
         self._disconnect()
+
+    def abandon(self) -> None:
+        """In a forked child, where this thread does not run: leave the parent's lock alone."""
+        if self._turnstile is not None:
+            self._turnstile.abandon()
 
     def _serve_control(self, ticket: Ticket[Any]) -> None:
         assert ticket.control is not None
@@ -165,7 +177,7 @@ class _WriterThread(Thread):
         except BaseException as exc:
             self._refuse_unexecuted(first, companions, exc)
             return
-        outcome = run_root(self._database, lambda: self._execute_batch(first))
+        outcome = self._root(lambda: self._execute_batch(first))
         if outcome.verdict is Verdict.COMMITTED:
             for ticket in batch:
                 ticket.finish(*ticket.produced)
@@ -182,6 +194,15 @@ class _WriterThread(Thread):
             batch[0].fail(_refused(outcome, executed=True))
         else:
             self._serve_singly(batch)
+
+    def _root(self, body: Callable[[], None]) -> Outcome[None]:
+        turnstile = self._turnstile
+        if turnstile is None or not turnstile.enter():
+            return run_root(self._database, body)
+        try:
+            return run_root(self._database, body)
+        finally:
+            turnstile.leave()
 
     def _execute_batch(self, ticket: Ticket[Any]) -> None:
         """Inside the root: ``ticket``, and whoever else has come by the time that each operation is through."""
@@ -217,7 +238,7 @@ class _WriterThread(Thread):
             except BaseException as exc:
                 outcome: Outcome[None] = Outcome(Verdict.ROLLED_BACK, "begin", None, exc)
             else:
-                outcome = run_root(self._database, lambda ticket=ticket: self._execute(ticket))  # type: ignore[misc]
+                outcome = self._root(lambda ticket=ticket: self._execute(ticket))  # type: ignore[misc]
             if outcome.verdict is Verdict.COMMITTED:
                 ticket.finish(*ticket.produced)
             elif outcome.phase == "begin":
@@ -268,6 +289,7 @@ class _WriterThread(Thread):
         if path is not None:
             found = os.stat(path)
             self._file = found.st_dev, found.st_ino
+            self._turnstile = Turnstile(path + TURNSTILE_SUFFIX)
         self._looked_at = time.monotonic()
 
     def _look_at_file(self) -> None:
@@ -286,6 +308,9 @@ class _WriterThread(Thread):
 
     def _disconnect(self) -> None:
         connection, self._connection, self._file = self._connection, None, None
+        if self._turnstile is not None:
+            self._turnstile.close()
+            self._turnstile = None
         if connection is not None:
             forget(self._database)
             try:

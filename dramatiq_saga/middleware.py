@@ -178,7 +178,7 @@ class SagaMiddleware(Middleware):
         """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
-            return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
+            return JoinedSender(cast("Any", broker), functools.partial(_build_declared, broker))
         return DeferredSender(
             engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
         )
@@ -261,14 +261,13 @@ class SagaMiddleware(Middleware):
         delivery = self._local.delivery
         if delivery is not None and OPTION in message.options and message.message_id == delivery.message.message_id:
             delivery.retry_asked = True
+            if delivery.state == "failed" and delivery.claim is not None:
+                self._note_next_try(broker, delivery, delay or 0)
 
     def after_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
         delivery = self._local.delivery
-        if delivery is None or not delivery.retry_asked or message.message_id != delivery.message.message_id:
-            return
-        delivery.retry_sent = True
-        if delivery.state == "failed" and delivery.claim is not None:
-            self._note_next_try(broker, delivery, delay or 0)
+        if delivery is not None and delivery.retry_asked and message.message_id == delivery.message.message_id:
+            delivery.retry_sent = True
 
     def _note_next_try(self, broker: Broker, delivery: Delivery, delay: int) -> None:
         from .engine import fence
@@ -443,6 +442,13 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
         options["priority"] = outgoing.priority
     options[OPTION] = facts
     return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+
+
+def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:
+    """As :func:`build_message`, on a queue that the broker knows afterwards: a row may name one that no actor here has."""
+    if outgoing.queue not in broker.queues:
+        broker.declare_queue(outgoing.queue)
+    return build_message(broker, outgoing)
 
 
 def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:

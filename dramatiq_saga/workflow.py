@@ -76,9 +76,11 @@ class Workflow(Generic[P, R]):
             options["time_limit"] = time_limit
         drive = functools.partial(middleware.drive_from_message, broker, name)
         functools.update_wrapper(drive, fn)
-        self.actor: Actor[Any, Any] = _WorkflowActor(
+        actor = _WorkflowActor(
             drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options
         )
+        actor.workflow = self
+        self.actor: Actor[Any, Any] = actor
         middleware.engine(broker).workflows[name] = WorkflowDefinition(name, fn, queue_name, version)
         functools.update_wrapper(self, fn, updated=())
 
@@ -191,6 +193,7 @@ class _WorkflowActor(Actor[Any, Any]):
     """The actor behind a workflow; its own ``send`` would start nothing, so it is refused."""
 
     __saga_workflow__ = True
+    workflow: Workflow[Any, Any]
 
     def send_with_options(self, **_: Any) -> Any:  # type: ignore[override]
         raise SagaError(f"{self.actor_name} is a workflow: start a run with Workflow.send(), not with its actor's")
@@ -281,4 +284,9 @@ def workflow(
     return declare if fn is None else declare(fn)
 
 
-__all__ = ["Workflow", "workflow"]
+def workflows_of(broker: Broker) -> dict[str, Workflow[Any, Any]]:
+    """The workflows that are declared on a broker in this process, by name."""
+    return {name: actor.workflow for name, actor in broker.actors.items() if isinstance(actor, _WorkflowActor)}
+
+
+__all__ = ["Workflow", "workflow", "workflows_of"]

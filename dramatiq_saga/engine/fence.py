@@ -58,7 +58,7 @@ _FRESH = (
     "AND f.status IN ('pending', 'running', 'waiting'))"
 )
 _FAIL_TRY = (
-    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL "
+    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, next_try_at = ? "
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
@@ -273,7 +273,11 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it."""
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+
+    ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
+    told from one that waits for its moment (DOCTOR-1).
+    """
     job = claim.job
     now = engine.now()
     sql = _FAIL_TRY_STEP if job.kind == "step" else _FAIL_TRY_COMPENSATION
@@ -282,7 +286,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
-        if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
+        if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
         row = tx.one(

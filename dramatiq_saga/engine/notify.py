@@ -62,6 +62,8 @@ def _event(
     base: dict[str, Any] = {"run_id": run_id, "workflow_name": workflow or run[0], "at": now}
     if issubclass(cls, events.ActionEvent):
         action = _action(engine, run_id, line.sequence or 0)
+        if cls is events.ActionRedispatched:
+            base["reason"] = line.detail
         return None if action is None else cls(**base, action=action)
     if issubclass(cls, events.CompensationEvent):
         compensation = _compensation(engine, run_id, line.sequence or 0)

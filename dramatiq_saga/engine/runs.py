@@ -93,7 +93,7 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 run.args,
                 fingerprint,
                 run.context,
-                now,
+                now + (run.delay or 0),
                 run.expires_at,
                 now if outbox.joined else None,
                 now,

@@ -26,6 +26,7 @@ FLOW_FAILED: Final = "flow.failed"
 FLOW_CANCELLED: Final = "flow.cancelled"
 FLOW_EXPIRED: Final = "flow.expired"
 FLOW_HELD: Final = "flow.held"
+FLOW_REDRIVEN: Final = "flow.redriven"
 
 ACTION_STARTED: Final = "action.started"
 ACTION_COMPLETED: Final = "action.completed"

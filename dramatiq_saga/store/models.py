@@ -55,7 +55,9 @@ NAME_LENGTH = 191
 #: What the partial indexes say of their rows. SQLite uses such an index only for a statement that repeats the text.
 LIVE_FLOW = "status IN ('pending', 'running', 'waiting', 'rolling_back')"
 LIVE_ACTION = "status IN ('pending', 'running', 'failed', 'awaiting_retry')"
-LIVE_COMPENSATION = "status IN ('pending', 'running')"
+OPEN_ACTION = "status IN ('pending', 'running', 'awaiting_retry')"
+OPEN_COMPENSATION = "status IN ('pending', 'running')"
+BETWEEN_TRIES = "status = 'failed' AND given_up = FALSE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,8 @@ def build(database: Database, prefix: str) -> Models:
             "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
         ],
         indexes=[
-            index("action_live", "run_id", "sequence", where=LIVE_ACTION, leading="status"),
+            index("action_open", "created_at", where=OPEN_ACTION, leading="status"),
+            index("action_retry", "next_try_at", where=BETWEEN_TRIES, leading="status"),
             index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE_ACTION}", leading="status"),
         ],
     )
@@ -343,7 +346,10 @@ def build(database: Database, prefix: str) -> Models:
             "status <> 'completed' OR ended_at IS NOT NULL",
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
-        indexes=[index("comp_live", "run_id", "sequence", where=LIVE_COMPENSATION, leading="status")],
+        indexes=[
+            index("comp_open", "created_at", where=OPEN_COMPENSATION, leading="status"),
+            index("comp_retry", "next_try_at", where=BETWEEN_TRIES, leading="status"),
+        ],
     )
 
     blocks = table(

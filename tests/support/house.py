@@ -41,7 +41,7 @@ MODULES = {
     "locks": "locks",
     "flow": "flow builders advice",
     "dramatiq": "workflow handle query step middleware inline interrupts",
-    "operations": "operations",
+    "operations": "operations reports",
     "testing": "testing",
 }
 

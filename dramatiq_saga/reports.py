@@ -116,10 +116,10 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines: times are ISO 8601 in UTC, payloads are previews of what is stored."""
-        known: dict[str, Any] = {
+        known: dict[str, Any] = {"run_id": self.id} | {
             name: getattr(self, name)
             for name in (
-                "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
+                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
                 "reason", "hold_error", "hold_count", "unseen_wakes", "repair_attempts", "tags",
             )
         }  # fmt: skip

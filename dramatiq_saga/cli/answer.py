@@ -18,11 +18,15 @@ from ..codec import printable
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``lines`` are printed for people and are safe already; ``value`` is what ``--json`` prints. Not ``done``: exit status 1."""
+    """``lines`` are printed for people and are safe already; ``value`` is what ``--json`` prints. Not ``done``: exit status 1.
+
+    ``note`` goes to stderr, so that what a shell captures is the answer alone.
+    """
 
     value: Any
     lines: Sequence[str] = field(default_factory=list)
     done: bool = True
+    note: str | None = None
 
     def text(self) -> str:
         """For people."""

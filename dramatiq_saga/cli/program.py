@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -45,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ending:  # argparse has printed the help, or what is wrong
         return ending.code if isinstance(ending.code, int) else 2
     if not structlog.is_configured():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        )  # fmt: skip
     try:
         answer = _run(options)
         _print(answer.json() if options.json else answer.text())
+        if answer.note is not None and not options.json:
+            print(answer.note, file=sys.stderr)
         return 0 if answer.done else 1
     except UsageError as error:
         parser.print_usage(sys.stderr)

@@ -17,6 +17,9 @@ from ..reports import StepReport
 from ..statuses import FlowStatus
 from .answer import Answer, cell, cut, duration, moment, table
 
+_JSON_WORDS: dict[type, str] = {
+    list: "an array", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a flag", type(None): "null",
+}  # fmt: skip
 _MARKERS = {"none": "", "running": "undoing", "halted": "undoing halted", "done": "undone"}
 
 
@@ -87,8 +90,7 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
     except ValueError as error:
         raise RefusedError(f"{option} is not JSON: {error}; write it like {option} '{example}'") from None
     if not isinstance(value, kind):
-        word = "an array" if kind is list else "an object"
-        raise RefusedError(f"{option} takes {word}, not {type(value).__name__}: write it like {option} '{example}'")
+        raise RefusedError(f"{option} takes {_JSON_WORDS[kind]}, not {_JSON_WORDS[type(value)]}: write it like {option} '{example}'")
     return value
 
 
@@ -102,8 +104,9 @@ def _send(operator: Operator, options: argparse.Namespace) -> Answer:
         sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id)
     except (TypeError, ValueError) as error:
         raise RefusedError(str(error)) from error
-    note = [] if sent.started else ["(it was there already; nothing was started)"]
-    return Answer({"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}, [cell(sent.run_id), *note])
+    note = None if sent.started else "a run with this id was there already: nothing was started"
+    value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
+    return Answer(value, [cell(sent.run_id)], note=note)
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -210,7 +213,7 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
         return Answer(value, [f"{run}: the database took the kick and then lost it; nothing was sent (see claim_not_committed)"], done=False)
     if not report.driven:
         return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
-    lines = [f"{run} is {report.status}: driven again, with new repairs for it and for what it is parked on"]
+    lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
     for row in report.rows:
         what = f"{'step' if row.kind == 'step' else 'undo of step'} {row.sequence} ({cell(row.actor)}, {row.status})"
         lines.append(f"  {what}: {'sent again' if row.left is None else f'left alone: {row.left}'}")

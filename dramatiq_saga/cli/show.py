@@ -83,7 +83,8 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         due = f"{moment(report.hold_until)} ({relative(report.hold_until, now)})" if report.hold_until is not None else "by a kick"
         yield "", f"held {report.hold_count} times; a sweep drives it again at {due}"
     elif report.unseen_wakes and report.ended_at is None:
-        yield "waits for", "a worker to drive it: something has happened to it that no drive has seen"
+        new = report.status == "pending"
+        yield "waits for", "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen"
     if report.repair_attempts:
         yield "repairs", f"driven again {report.repair_attempts} times by the doctor"
 

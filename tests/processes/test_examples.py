@@ -24,8 +24,13 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(copy: Path, name: str, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """``python -m examples.NAME``; what it prints."""
+    return python(copy, "-m", f"examples.{name}", *arguments, env=env)
+
+
+def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"examples.{name}", *arguments],
+        [sys.executable, "-W", "error", *arguments],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT)]), **(env or {})},
         capture_output=True,
@@ -98,11 +103,13 @@ def test_two_machines_share_redis_and_postgresql(
     env = {
         "SHOP_REDIS": redis_url,
         "SHOP_DATABASE": postgres_url,
-        "DRAMATIQ_SAGA__SCHEMA__AUTO_CREATE": "true",
         "DRAMATIQ_SAGA__SCHEMA__TABLE_PREFIX": table_prefix,
     }
+    command = ("-m", "dramatiq_saga.cli", "--app", "examples.two_machines.app")
+    python(copy, *command, "init", env=env)
     for _ in range(2):
         worker_process("examples.two_machines.app", env=env, cwd=copy, ready=False)
     output = run(copy, "two_machines", "order-42", "order-to-nowhere", env=env).splitlines()
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
+    assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"

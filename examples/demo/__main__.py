@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -205,7 +206,10 @@ def directory(keep: bool) -> Iterator[Path]:
         raise
     finally:
         if keep:
-            print(f"\nDatabase and logs are kept in {path}", file=sys.stderr)
+            look = shlex.join(
+                [sys.executable, "-m", "dramatiq_saga.cli", "--database", str(path / "shop.db"), "show", "order-mirror"]
+            )
+            print(f"\nDatabase and logs are kept in {path}\nLook at a run with: {look} --events", file=sys.stderr)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -239,6 +243,8 @@ def main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     say(f"\nEverything went as promised, in {time.monotonic() - started:.0f} s.")
+    if not options.keep:
+        say("With --keep the database stays, to be looked at with `dramatiq-saga show`.")
     return 0
 
 

@@ -42,7 +42,14 @@ from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
-from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, UnknownActorError
+from .errors import (
+    MessageSkippedError,
+    MessageTooOldError,
+    MiddlewareOrderError,
+    SagaError,
+    SettingsError,
+    UnknownActorError,
+)
 from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
@@ -106,7 +113,6 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
-        self._warned: set[str] = set()
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
 
@@ -132,9 +138,9 @@ class SagaMiddleware(Middleware):
                     f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
                     'name one, for example SagaMiddleware("postgresql://localhost/shop")'
                 )
-            store = own
+            store = self._adopt(own)
         elif isinstance(own, Store) and own.is_same_database(self._database):
-            store = own
+            store = self._adopt(own)
         else:
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
@@ -147,6 +153,19 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+
+    def _adopt(self, store: Store) -> Store:
+        """The broker's own store, on which the settings about tables count as well."""
+        schema = self.settings.schema
+        if schema.table_prefix not in (store.prefix, Settings().schema.table_prefix):
+            raise SettingsError(
+                "schema.table_prefix",
+                f"{schema.table_prefix!r} is not the prefix of the broker's tables, {store.prefix!r}: "
+                f"give the broker prefix={schema.table_prefix!r} as well",
+            )
+        if schema.auto_create is not None:
+            store.auto_create = schema.auto_create
+        return store
 
     def runner(self, broker: Broker) -> Runner:
         """What runs messages on ``broker``."""
@@ -384,24 +403,6 @@ class SagaMiddleware(Middleware):
                 )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
-
-    # --- advice ------------------------------------------------------------------------------------------------------
-
-    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
-        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
-        name = actor.actor_name
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
-            return
-        for middleware in actor.broker.middleware:
-            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
-                self.log.warning(
-                    "step_keeps_default_retries",
-                    actor=name,
-                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
-                )
 
 
 class BootRefusedError(SagaError, MiddlewareError):

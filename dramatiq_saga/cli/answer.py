@@ -14,6 +14,7 @@ from typing import Any
 
 from ..clock import to_iso
 from ..codec import printable
+from ..errors import in_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,5 @@ def relative(ms: int, now: int) -> str:
 
 def error_line(error: dict[str, Any]) -> str:
     """A recorded error in one line."""
-    kind = str(error.get("type") or "error").removeprefix("builtins.").removeprefix("dramatiq_saga.errors.")
-    message = error.get("message")
-    return printable(f"{kind}: {message}" if message else kind)
+    line = in_one_line(str(error.get("type") or "error"), str(error.get("message") or ""))
+    return printable(line.removesuffix(": "))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, load_error
-from ..errors import CompensationFailedError, CompensationUnfinishedError, qualified_name
+from ..errors import CompensationFailedError, CompensationUnfinishedError, in_one_line, qualified_name
 from ..journal import history
 from . import notify
 from .claim import Claim, idempotency_key
@@ -468,7 +468,7 @@ def _failure(failures: list[tuple[int, str, str | None]]) -> str | None:
     parts = []
     for sequence, actor, error in failures:
         cause = load_error(error) if error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {sequence} ({actor}): {cause['type'].removeprefix('builtins.')}: {cause['message']}")
+        parts.append(f"undo of step {sequence} ({actor}): {in_one_line(cause['type'], cause['message'])}")
     unfinished_only = all(error and _UNFINISHED == load_error(error)["type"] for _, _, error in failures)
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 

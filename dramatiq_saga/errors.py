@@ -354,11 +354,11 @@ class DatabaseUnusableError(SagaError):
 
 
 class StoreError(SagaError):
-    """A write to the store did not happen, or nobody can say whether it did.
+    """The store could not be used, or nobody can say what became of a write.
 
-    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body``, ``commit`` or ``rollback``.
-    ``sqlite_errorcode`` is SQLite's extended result code, where SQLite gave one. ``executed`` tells whether the operation's
-    function was called at all, so whether any of its statements may have been tried.
+    ``phase`` is where the transaction stood: ``connect``, ``begin``, ``body`` or ``commit``. ``sqlite_errorcode`` is SQLite's
+    extended result code, ``None`` on other databases. ``executed`` tells whether the operation's function was called at
+    all, so whether any of its statements may have been tried.
     """
 
     def __init__(self, detail: str, phase: str = "body", sqlite_errorcode: int | None = None, executed: bool = False) -> None:
@@ -375,12 +375,8 @@ class StoreError(SagaError):
 class WriteRefusedError(StoreError):
     """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again.
 
-    ``sqlite_errorcode`` is SQLite's extended result code, ``None`` on other databases; ``__cause__`` is the driver's error.
+    ``__cause__`` is the database's error, where it gave one.
     """
-
-    def __init__(self, message: str, *, sqlite_errorcode: int | None = None) -> None:
-        super().__init__(message)
-        self.sqlite_errorcode = sqlite_errorcode
 
 
 class WriteUnknownError(StoreError):

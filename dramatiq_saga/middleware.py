@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from dramatiq import Actor, Broker, Message
-from dramatiq.errors import ConnectionError as BrokerConnectionError
+from dramatiq.errors import BrokerConnectionError
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,

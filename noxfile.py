@@ -10,12 +10,14 @@ changes. Nothing outside the checkout is touched.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +27,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 
 #: job -> (what it is for, its commands). Arguments go to the last command; pytest's later options win over earlier ones.
 JOBS: dict[str, tuple[str, list[str]]] = {
+    "setup": ("nothing but .venv, and which Python is in it", ["python --version"]),
     "demo": ("a shop whose workers are killed in mid-order: watch it recover", ["python -m examples.demo"]),
     "tests": ("the whole suite, with the servers that answer here", ["python -m pytest -n 2"]),
     "backends": ("what needs a database or message server; all of them must answer", ["python -m pytest -m servers"]),
@@ -114,13 +117,16 @@ def set_up() -> None:
         if stamp.read_text() == wanted and venv_python().exists():
             return
     print(f"Setting up {VENV} (once; a minute or two, needs the network)", flush=True)
-    stamp.unlink(missing_ok=True)
     if not venv_works():
         make_venv()
-    if not install():
-        make_venv()  # half of an earlier attempt may stand in the way: once more, from nothing
-        if not install():
-            raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
+    if stamp.exists():
+        stamp.write_text("begun")
+    done = install()
+    if not done and not stamp.exists():
+        make_venv()  # half of a first attempt may stand in the way: once more, from nothing
+        done = install()
+    if not done:
+        raise SetUpError("the packages could not be installed; pip says why above. Mend that and run me again")
     stamp.write_text(wanted)
 
 
@@ -140,30 +146,46 @@ def venv_works() -> bool:
 def make_venv() -> None:
     """A new, empty ``.venv`` with pip in it.
 
-    Debian packs ``ensurepip`` apart from Python itself. Without it, ``virtualenv`` or the system's own pip serve as well.
+    Debian packs ``ensurepip`` apart from Python itself. Without it any other pip serves as well: the system's, or the wheel
+    in Debian's archive, unpacked in a temporary folder.
     """
     if VENV.is_symlink() or VENV.is_file():
         VENV.unlink()
     shutil.rmtree(VENV, ignore_errors=True)
     python = [sys.executable, "-m"]
     if importlib.util.find_spec("ensurepip"):
-        steps = [[*python, "venv", str(VENV)]]
-    elif importlib.util.find_spec("virtualenv"):
-        steps = [[*python, "virtualenv", "--quiet", str(VENV)]]
-    elif importlib.util.find_spec("venv") and importlib.util.find_spec("pip"):
-        steps = [
-            [*python, "venv", "--without-pip", str(VENV)],
-            [*python, "pip", "--python", str(venv_python()), "install", "-qq", "pip"],
-        ]
-    else:
-        sudo = "" if hasattr(os, "geteuid") and os.geteuid() == 0 else "sudo "
+        must([*python, "venv", str(VENV)])
+        return
+    must([*python, "venv", "--without-pip", str(VENV)])
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [*python, "pip"] if importlib.util.find_spec("pip") else debian_pip(Path(folder))
+        must([*pip, "--python", str(venv_python()), "install", "-qq", "pip"])
+
+
+def debian_pip(folder: Path) -> list[str]:
+    """The command that runs Debian's own pip, unpacked in ``folder``; nothing is installed and root is not needed."""
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True)
+    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+    apt += ["-o", f"APT::Sandbox::User={getpass.getuser()}"]
+    try:
+        must([*apt, "update"])
+        must([*apt, "download", "python3-pip-whl"], cwd=folder)
+        (archive,) = folder.glob("*.deb")
+        must(["dpkg-deb", "--extract", str(archive), str(folder)])
+        (wheel,) = folder.glob("usr/share/python-wheels/pip-*.whl")
+    except (OSError, ValueError, SetUpError):
         raise SetUpError(
-            f"this Python ({sys.executable}) cannot make virtual environments. On Debian and Ubuntu this mends it:\n\n"
-            f"    {sudo}apt-get install --yes python3-venv\n"
-        )
-    for step in steps:
-        if subprocess.run(step, cwd=ROOT, check=False).returncode != 0:
-            raise SetUpError(f"{VENV} could not be made: {' '.join(step)} failed, see above")
+            f"{sys.executable} can make no virtual environment, for it has neither ensurepip nor pip. "
+            "On Debian and Ubuntu this mends it:\n\n    apt-get install --yes python3-venv\n"
+        ) from None
+    return [sys.executable, f"{wheel}/pip"]
+
+
+def must(command: list[str], *, cwd: Path | None = None) -> None:
+    """Run a step of the set-up, or say which one failed."""
+    if subprocess.run(command, cwd=cwd or ROOT, check=False).returncode != 0:
+        raise SetUpError(f"{VENV} could not be made: {' '.join(command)} failed, see above")
 
 
 def install() -> bool:

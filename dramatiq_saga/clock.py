@@ -7,10 +7,14 @@ one process are measured on the monotonic clock and never stored.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 class Clock(Protocol):
@@ -45,29 +49,40 @@ class ManualClock:
         return self._now
 
     def advance(self, duration: float | timedelta) -> None:
-        """Move forward by ``duration`` (seconds or a ``timedelta``)."""
+        """Move by ``duration`` (seconds or a ``timedelta``); backwards too, as clocks of machines do."""
         self._now += to_ms(duration)
 
 
 def to_ms(duration: float | timedelta) -> int:
-    """A duration of ours (seconds, or a ``timedelta``) in milliseconds."""
-    seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    return round(seconds * 1000)
+    """A duration of ours (seconds, or a ``timedelta``) in milliseconds.
+
+    :raises TypeError: it is neither.
+    :raises ValueError: it is NaN or infinite.
+    """
+    if isinstance(duration, timedelta):
+        return round(duration.total_seconds() * 1000)
+    if isinstance(duration, bool) or not isinstance(duration, (int, float)):
+        raise TypeError(f"a duration is a number of seconds or a timedelta, not {duration!r}")
+    if not math.isfinite(duration):
+        raise ValueError(f"a duration is a finite number of seconds, not {duration!r}")
+    return round(duration * 1000)
 
 
 def moment_to_ms(moment: datetime) -> int:
-    """An aware ``datetime`` as stored time; a naive one is refused, because it names no moment."""
-    if moment.tzinfo is None:
+    """An aware ``datetime`` as stored time; a naive one is refused, because it names no moment.
+
+    :raises ValueError: it has no time zone.
+    """
+    if moment.utcoffset() is None:
         raise ValueError(f"{moment!r} has no time zone: pass an aware datetime, for example datetime.now(timezone.utc)")
-    return round(moment.timestamp() * 1000)
+    return (moment - _EPOCH) // _MILLISECOND
 
 
 def to_iso(ms: int | None) -> str | None:
     """A stored time for people: ISO 8601, UTC, milliseconds; ``None`` stays ``None``."""
     if ms is None:
         return None
-    moment = datetime.fromtimestamp(ms // 1000, tz=UTC).replace(microsecond=ms % 1000 * 1000)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (_EPOCH + ms * _MILLISECOND).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def uuid7(now_ms: int) -> str:

@@ -10,15 +10,16 @@ Describing an error never raises, whatever the error does.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
+import marshal
 import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import dramatiq
 from dramatiq.encoder import JSONEncoder
@@ -31,12 +32,8 @@ MAX_DEPTH = 200
 #: Longest text of :func:`describe_error`, in characters: fits a 64 KB column at four bytes each.
 MAX_ERROR_LENGTH = 16_000
 
-#: How much of a message and of a traceback is kept, in characters, and how many causes.
-MAX_MESSAGE_LENGTH = 2_000
-MAX_TRACEBACK_LENGTH = 6_000
-MAX_CAUSES = 3
-
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_CONTAINERS = (dict, list, tuple)
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes})
 
 
@@ -65,7 +62,7 @@ def encode_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
             encode(value, f"args[{index}]")
         for name, value in kwargs.items():
             encode(value, f"kwargs[{name!r}]")
-        raise
+        return encode([list(args), dict(kwargs)], "arguments")  # one level deeper than each by itself
 
 
 def decode(data: bytes) -> Any:
@@ -97,7 +94,9 @@ def freeze(data: bytes) -> Callable[[], Any]:
     if all(type(item) in _SCALARS for item in items):
         copy: Callable[[], Any] = value.copy
         return copy
-    return lambda: _copy(value)
+    # measured: a third of what decoding again or copying by hand takes; these bytes never leave this function
+    frozen = marshal.dumps(value)
+    return lambda: marshal.loads(frozen)
 
 
 def digest(data: bytes) -> str:
@@ -109,11 +108,14 @@ def digest(data: bytes) -> str:
 
 def preview(data: bytes, limit: int) -> str:
     """Stored ``data`` as text of at most ``limit`` characters, for the history and for people (SAFE-2)."""
+    start = data[: 4 * limit + 4]  # no character takes more bytes
     try:
-        text = bytes(data[: 4 * limit + 4]).decode("utf-8", "strict" if len(data) <= 4 * limit + 4 else "ignore")
+        text = codecs.utf_8_decode(start, "strict", len(start) == len(data))[0]
     except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:  # not text, and no text column would take it
         text = f"<{len(data)} bytes>"
-    return text if len(text) <= limit else text[: limit - 1] + "…" if limit > 0 else ""
+    return _cut(text, limit)
 
 
 class _TooDeep(ValueError):
@@ -150,17 +152,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
             item
             for parent in level
             for item in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(item, dict | list | tuple)
+            if type(item) not in _SCALARS and isinstance(item, _CONTAINERS)
         ]
         if not level:
             return False
     return True
-
-
-def _copy(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: item if type(item) in _SCALARS else _copy(item) for key, item in value.items()}
-    return [item if type(item) in _SCALARS else _copy(item) for item in value]
 
 
 def _refusal(encoder: Any, value: Any, path: str, error: Exception) -> NotSerializableError:
@@ -216,31 +212,31 @@ def _error_of(encoder: Any, value: Any) -> Exception | None:
 def describe_error(exc: BaseException) -> str:
     """What is kept of an error, as JSON text of at most :data:`MAX_ERROR_LENGTH` characters.
 
-    ``type`` and ``bases`` are qualified names (``builtins.ValueError``), ``message``, ``code`` and ``traceback`` are cut in
-    the middle, ``cause`` is the same again, a few levels deep. Never raises.
+    ``type`` and ``bases`` are qualified names (``builtins.ValueError``), ``code`` is the error's own ``code`` where that is a
+    plain value, ``message`` and ``traceback`` are cut in the middle, ``cause`` is the same again, a few levels deep. Never
+    raises, whatever the error's own methods do.
     """
     try:
-        return _fitted(_described(exc, MAX_CAUSES, set()))
+        return _fitted(_described(exc, _ROUNDS[0].causes, {id(exc)}))
     except Exception:
-        return '{"type":"unknown","bases":[],"message":"it could not be described","code":null,"traceback":"","cause":null}'
+        return json.dumps({**_NOTHING, "message": "the error could not be described"})
 
 
 def load_error(text: str) -> dict[str, Any]:
     """What :func:`describe_error` kept, with all its keys. Never raises: text that is not its own becomes the message."""
-    error: Any
-    try:
+    error: Any = None
+    with suppress(ValueError, RecursionError):
         error = json.loads(text)
-    except (ValueError, RecursionError):
-        error = None
     if not isinstance(error, dict):
         error = {"message": text}
-    return {**_EMPTY, **error}
+    known = {key: value for key, value in error.items() if key not in _TYPES or isinstance(value, _TYPES[key])}
+    return {**_NOTHING, "bases": [], **known}
 
 
 def step_failed(actor_name: str, sequence: int, text: str) -> StepFailedError:
     """The error that a workflow function sees for a step whose row holds ``text``; never needs the original class."""
     error = load_error(text)
-    kind = StepInterruptedError if error["type"] == qualified_name(StepInterruptedError) else StepFailedError
+    kind = StepInterruptedError if error["type"] == _INTERRUPTED else StepFailedError
     return kind(
         actor_name,
         sequence,
@@ -261,92 +257,90 @@ def message_of(exc: BaseException) -> str:
         return f"<its message could not be made: {type(e).__name__}>"
 
 
-_EMPTY: dict[str, Any] = {"type": "unknown", "bases": [], "message": "", "code": None, "traceback": "", "cause": None}
+class _Round(NamedTuple):
+    message: int
+    traceback: int
+    bases: int
+    causes: int
+
+
+#: How much is kept: the first of these that fits. The last always does.
+_ROUNDS = (
+    _Round(2000, 6000, 40, 3),
+    _Round(1000, 2000, 40, 3),
+    _Round(500, 800, 20, 3),
+    _Round(200, 200, 10, 1),
+    _Round(60, 0, 5, 0),
+)
+_NOTHING: dict[str, Any] = {"type": "unknown", "bases": (), "message": "", "code": None, "traceback": "", "cause": None}
+_TYPES = {"type": str, "bases": list, "message": str, "traceback": str, "cause": dict}
+_INTERRUPTED = qualified_name(StepInterruptedError)
+_MAX_NAME_LENGTH = 191
 
 
 def _described(exc: BaseException, causes: int, seen: set[int]) -> dict[str, Any]:
-    seen.add(id(exc))
     described: dict[str, Any] = {
-        "type": _name_of(type(exc)),
-        "bases": [_name_of(base) for base in type(exc).__mro__ if base is not object][:40],
-        "message": _cut_middle(message_of(exc), MAX_MESSAGE_LENGTH),
+        "type": qualified_name(type(exc)),
+        "bases": [qualified_name(base) for base in type(exc).__mro__ if base is not object],
+        "message": message_of(exc),
         "code": _code_of(exc),
-        "traceback": _cut_middle(_traceback_of(exc), MAX_TRACEBACK_LENGTH),
+        "traceback": _traceback_of(exc),
         "cause": None,
     }
+    if isinstance(exc, StepInterruptedError):
+        return described | {"message": exc.message, "cause": exc.cause}
     if isinstance(exc, StepFailedError):
-        # the recorded error of the step is the cause of ours; one of our own making has no other
-        if isinstance(exc, StepInterruptedError):
-            described["message"], described["cause"] = _cut_middle(exc.message, MAX_MESSAGE_LENGTH), exc.cause
-        else:
-            described["cause"] = exc.recorded()
-        return described
+        return described | {"cause": exc.recorded()}  # the step's own error is what matters, not the frames of its replay
     cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
     if cause is not None and causes > 0 and id(cause) not in seen:
-        described["cause"] = _described(cause, causes - 1, seen)
+        described["cause"] = _described(cause, causes - 1, seen | {id(cause)})
     return described
 
 
 def _fitted(described: dict[str, Any]) -> str:
-    """The text, with tracebacks and then everything else cut further until it fits."""
-    for message, trace in ((MAX_MESSAGE_LENGTH, MAX_TRACEBACK_LENGTH), (1_000, 2_000), (500, 800), (200, 200), (60, 0)):
-        level, depth = described, 0
-        while level is not None:
-            level["message"] = _cut_middle(level["message"], message)
-            level["traceback"] = _cut_middle(level["traceback"], trace)
-            if depth == MAX_CAUSES or not isinstance(level["cause"], dict):
-                level["cause"] = None
-            level, depth = level["cause"], depth + 1
-        text = json.dumps(described, ensure_ascii=False, separators=(",", ":"))
-        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    for kept in _ROUNDS:
+        text = json.dumps(_shortened(described, kept, kept.causes), ensure_ascii=False, separators=(",", ":"))
         if len(text) <= MAX_ERROR_LENGTH:
-            return text
-    described["bases"], described["cause"] = described["bases"][:5], None
-    return json.dumps(described, separators=(",", ":"))[:MAX_ERROR_LENGTH]
+            break
+    return text
 
 
-def _name_of(cls: type) -> str:
-    try:
-        return _cut_middle(qualified_name(cls), 191)
-    except Exception:
-        return "unknown"
+def _shortened(error: dict[str, Any], kept: _Round, causes: int) -> dict[str, Any]:
+    cause, code = error["cause"], error["code"]
+    return {
+        "type": _cut_middle(error["type"], _MAX_NAME_LENGTH),
+        "bases": [_cut_middle(name, _MAX_NAME_LENGTH) for name in error["bases"][: kept.bases]],
+        "message": _cut_middle(error["message"], kept.message),
+        "code": _cut_middle(code, _MAX_NAME_LENGTH) if isinstance(code, str) else code,
+        "traceback": _cut_middle(error["traceback"], kept.traceback),
+        "cause": _shortened(cause, kept, causes - 1) if cause is not None and causes > 0 else None,
+    }
 
 
 def _code_of(exc: BaseException) -> str | int | float | None:
-    try:
+    with suppress(Exception):
         code = getattr(exc, "code", None)
         if isinstance(code, str):
-            return _cut_middle(str.__str__(code), 191)
+            return str.__str__(code)
         if isinstance(code, int) and abs(code) < 2**63:
             return int(code)
         if isinstance(code, float) and math.isfinite(code):
             return float(code)
-    except Exception:
-        pass
     return None
 
 
 def _traceback_of(exc: BaseException) -> str:
-    try:
-        frames = list(_frames(exc.__traceback__))
-        skipped = len(frames) - 60
-        if skipped > 0:
-            lines = traceback.StackSummary.extract(iter(frames[:20])).format()
-            lines.append(f"  [{skipped} more frames]\n")
-            lines += traceback.StackSummary.extract(iter(frames[-40:])).format()
-        else:
-            lines = traceback.StackSummary.extract(iter(frames)).format()
-        notes = getattr(exc, "__notes__", None)
-        lines += [f"{note}\n" for note in notes] if isinstance(notes, list) else []
-        return "".join(lines)
-    except Exception:
-        return ""
-
-
-def _frames(tb: TracebackType | None) -> Iterator[tuple[Any, int]]:
-    while tb is not None:
-        yield tb.tb_frame, tb.tb_lineno
-        tb = tb.tb_next
+    """The frames, newest last, and the notes; of a deep stack the two ends."""
+    lines: list[str] = []
+    with suppress(Exception):
+        frames = list(traceback.walk_tb(exc.__traceback__))
+        if len(frames) > 60:
+            lines += traceback.StackSummary.extract(iter(frames[:20])).format()
+            lines.append(f"  [{len(frames) - 60} more frames]\n")
+            frames = frames[-40:]
+        lines += traceback.StackSummary.extract(iter(frames)).format()
+        lines += [f"{note}\n" for note in getattr(exc, "__notes__", ())]
+    return "".join(lines)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -373,14 +367,16 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= limit else (text[: limit - 1] + "…")[:limit]
 
 
 def _cut_middle(text: str, limit: int) -> str:
-    """At most ``limit`` characters of ``text``: its beginning and its end."""
+    """At most ``limit`` characters of ``text``, its beginning and its end; halves of surrogate pairs become escapes."""
+    if not text.isascii():
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= limit:
         return text
     mark = f" … [{len(text) - limit} characters cut] … "
-    head = max(0, (limit - len(mark)) // 2)
-    tail = max(0, limit - len(mark) - head)
-    return (text[:head] + mark + (text[-tail:] if tail else ""))[:limit]
+    room = max(0, limit - len(mark))
+    tail = room // 2
+    return (text[: room - tail] + mark + text[len(text) - tail :])[:limit]

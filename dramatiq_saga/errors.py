@@ -2,7 +2,7 @@
 
 All derive from :class:`SagaError`; those that a workflow function may catch derive from :class:`FlowError`. Facts are
 attributes, the message says what to do next, and every error survives pickling. Nothing here performs I/O or imports
-anything of ours.
+anything of ours. Long, because the errors are many; none of them does anything.
 """
 
 from __future__ import annotations
@@ -233,9 +233,27 @@ class FlowExpiredError(FlowEndedError):
 class ResultMissing(SagaError, _DramatiqResultMissing):
     """The run has not finished yet, so it has no result."""
 
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)  # Dramatiq's own takes a message only
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} is {self.status} and has no result yet: wait for it with result(wait=seconds)"
+
 
 class ResultTimeout(SagaError, _DramatiqResultTimeout):
     """The run did not finish within the time given to wait for it."""
+
+    def __init__(self, run_id: str, status: str) -> None:
+        Exception.__init__(self, run_id, status)
+        self.run_id = run_id
+        self.status = status
+        self.message = str(self)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} did not finish in the time given, it is {self.status}; it goes on all the same"
 
 
 class RunConflictError(SagaError):

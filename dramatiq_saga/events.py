@@ -6,7 +6,8 @@
 A listener on a class hears that class and its subclasses; one on :class:`Event` hears everything. Listeners run after the
 transaction that recorded the event has committed, outside every transaction of the engine, in the process and thread that
 recorded it, in the order in which they subscribed. One that raises is logged and goes no further: it never fails a step or
-a run. Registration is thread-safe; a listener may cause further events. Nothing here reads or writes a row.
+a run. Registration is thread-safe; a listener may cause further events. Nothing here reads or writes a row. Long, because the
+events are many; what does something stands at the end.
 """
 
 from __future__ import annotations
@@ -407,13 +408,13 @@ def unsubscribe(listener: Listener, *classes: type[Event]) -> bool:
 
 @contextmanager
 def listening(*classes: type[E]) -> Iterator[list[E]]:
-    """For tests: collects the events of ``classes`` (of every class, without any) while the block runs."""
+    """For tests: collects the events of ``classes`` (:class:`Event` for all of them) while the block runs."""
     heard: list[E] = []
 
     def collect(event: E) -> None:
         heard.append(event)
 
-    subscribe(collect, *(classes or (Event,)))
+    subscribe(collect, *classes)
     try:
         yield heard
     finally:

@@ -109,10 +109,10 @@ class FlowHandle(Generic[R]):
             if status == FlowStatus.EXPIRED:
                 raise FlowExpiredError(self.id, workflow, cause, reason)
             if deadline is None:
-                raise ResultMissing(f"run {self.id} of {workflow} is {status}: pass wait=, or look again later")
+                raise ResultMissing(self.id, status)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ResultTimeout(f"run {self.id} of {workflow} is still {status} after {seconds} seconds")
+                raise ResultTimeout(self.id, status)
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LONGEST_WAIT)
 

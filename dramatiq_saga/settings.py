@@ -6,7 +6,7 @@ or cannot work raises :class:`~dramatiq_saga.errors.SettingsError` with the key'
 
 Defaults stand on the dataclass fields; checks and meanings stand in one table below, from which the reference page is
 checked. A section that is made by itself is checked when it becomes part of a ``Settings``. Reads the environment only
-when asked to, and touches nothing else.
+when asked to, and touches nothing else. Long, because each of some fifty keys has a field, a check and a sentence.
 """
 
 from __future__ import annotations
@@ -225,7 +225,9 @@ class Settings:
     """All settings. Durations are seconds; a ``timedelta`` is taken too and stored as seconds.
 
     A section may be given as its dataclass, which replaces the defaults of that section, or as a mapping of what differs
-    from them. :raises SettingsError: a key is unknown, or a value or combination of values cannot work.
+    from them.
+
+    :raises SettingsError: a key is unknown, or a value or combination of values cannot work.
     """
 
     actions: Actions = Actions()
@@ -277,7 +279,7 @@ class Settings:
                 if rule is None:
                     raise _unknown(key, f" (from the environment: {name})")
                 try:
-                    flat[key] = rule.parse(text)
+                    flat[key] = rule.check(rule.parse(text))
                 except ValueError as e:
                     raise SettingsError(key, f"{e} (from the environment: {name})") from None
         return cls.from_mapping(flat, base=base)
@@ -587,7 +589,7 @@ def _checked(section: T, default: T, path: str) -> T:
     if isinstance(section, Mapping):
         section = _with(default, _flat(section, path), path)
     if type(section) is not type(default):
-        raise SettingsError(path, f"must be a {type(default).__name__} or a mapping, not {_shown(section)}")
+        raise SettingsError(path, f"must be {type(default).__name__} or a mapping, not {_shown(section)}")
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         key, value = f"{path}.{field.name}", getattr(section, field.name)

@@ -29,8 +29,8 @@ class ActionView:
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
         "run_id", "sequence", "actor", "queue", "status", "given_up", "attempts", "tries", "claims", "cycle", "optional",
-        "block", "position", "args", "result", "error", "worker_id", "next_try_at", "reclaim_stale_at", "expires_at", "created_at",
-        "started_at", "ended_at",
+        "block", "position", "args", "result", "error", "worker_id", "next_try_at", "reclaim_stale_at", "expires_at",
+        "created_at", "started_at", "ended_at",
     )  # fmt: skip
 
     run_id: str

@@ -106,12 +106,23 @@ def redis_url() -> Iterator[str]:
     servers.release_redis(url)
 
 
-@pytest.fixture
-def rabbitmq_url() -> Iterator[str]:
-    """The address of a RabbitMQ virtual host of this test's own (where one can be made; see ``create_vhost``)."""
-    url = servers.create_vhost()
+@pytest.fixture(scope="session")
+def _rabbitmq_vhost() -> Iterator[str]:
+    servers.require("rabbitmq")
+    url = servers.create_vhost()  # it takes seconds: one for each process that runs tests
     yield url
     servers.delete_vhost(url)
+
+
+@pytest.fixture
+def rabbitmq_url(_rabbitmq_vhost: str, namespace: str) -> Iterator[str]:
+    """RabbitMQ's address, in a virtual host that no other process shares. Name queues ``namespace``, or begin them so.
+
+    Queues named ``namespace`` or ``default`` are deleted at the end, others with the virtual host.
+    """
+    servers.delete_queues(_rabbitmq_vhost, "default")
+    yield _rabbitmq_vhost
+    servers.delete_queues(_rabbitmq_vhost, "default", namespace)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

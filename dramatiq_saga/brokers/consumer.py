@@ -42,7 +42,7 @@ class DatabaseConsumer(Consumer):
         self.timeout = timeout / 1000
         self.closed = False
         self.held: dict[int, DatabaseMessageProxy] = {}  # delivered by this consumer and not yet dealt with
-        self.least = max(1, self.prefetch // 4)  # free slots worth a reservation
+        self.least = max(1, self.prefetch // 3)  # free slots worth a reservation
         self._buffer: deque[DatabaseMessageProxy] = deque()
         self._wake = Event()
         self._arrived = True  # a reservation may find something: look at once
@@ -188,7 +188,11 @@ class DatabaseConsumer(Consumer):
         if message.queue_name != delivery.reservation.queue:
             settlement.reroute(self.broker, delivery.reservation, message.queue_name)
             return None
-        proxy = DatabaseMessageProxy(message, delivery.reservation, self, delivery.lease_until)
+        return self.receive(message, delivery.reservation, delivery.lease_until)
+
+    def receive(self, message: Message[Any], reservation: reservations.Reservation, lease_until: int) -> DatabaseMessageProxy:
+        """A delivery of ours: held, and its lease extended, until it has been dealt with."""
+        proxy = DatabaseMessageProxy(message, reservation, self, lease_until)
         self.held[id(proxy)] = proxy
         self.broker.here.hold(proxy)
         return proxy
@@ -215,6 +219,6 @@ def _decode(payload: bytes) -> Message[Any]:
         if not isinstance(getattr(message, name), kind)
     ]
     if wrong:
-        raise DecodeError(f"Not a message: wrong type of {', '.join(wrong)}.", payload, None)
+        raise DecodeError(f"Not a message: wrong type of {', '.join(wrong)}.", payload, None)  # type: ignore[no-untyped-call]
     message.options.pop("eta", None)  # the row says when it is due; the worker would hold it in memory
     return message

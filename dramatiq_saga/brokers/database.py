@@ -16,33 +16,31 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
-from dramatiq.broker import Broker, MessageProxy
-from dramatiq.common import q_name
+from dramatiq.broker import Broker
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
 
 from ..errors import SettingsError, StoreError
-from ..store.database import Store, Tx, open_store
+from ..store.database import Store, Ticket, Tx, open_store
 from . import dead_letters, reservations, settlement
 from .consumer import LOOK_ANYWAY, DatabaseConsumer
 from .dead_letters import DeadLetter, QueueStats
 from .messages import DatabaseMessageProxy, Prepared, Reservation
+from .outgoing import prepare
 from .process import Deliveries
 
 if TYPE_CHECKING:
     from ..clock import Clock
 
+T = TypeVar("T")
+
 #: On database servers an idle consumer doubles its pause up to this many seconds.
 MAX_SERVER_PAUSE = 0.25
-
-#: Milliseconds are stored; a delay beyond this is a mistake.
-_MAX_DELAY = 1000 * 86400 * 366 * 100
 
 
 class DatabaseBroker(Broker):
@@ -176,11 +174,11 @@ class DatabaseBroker(Broker):
           QueueNotFound: The queue was never declared.
         """
         if queue_name not in self.queues:
-            raise QueueNotFound(queue_name)
+            raise QueueNotFound(queue_name)  # type: ignore[no-untyped-call]
         deadline = None if timeout is None else time.monotonic() + timeout / 1000
         while not self.store.read(lambda tx: reservations.peek(tx, queue_name)).is_empty:
             if deadline is not None and time.monotonic() >= deadline:
-                raise QueueJoinTimeout(queue_name)
+                raise QueueJoinTimeout(queue_name)  # type: ignore[no-untyped-call]
             time.sleep(interval / 1000)
 
     # --- sending -----------------------------------------------------------------------------------------------------
@@ -198,8 +196,11 @@ class DatabaseBroker(Broker):
           WriteUnknownError: Nobody can say whether it was stored.
         """
         prepared = self.prepare(message, delay=delay)
-        retried = message if type(message) is DatabaseMessageProxy and message.was_retried and not message.settled else None
-        current = getattr(self._hooks, "proxy", None)
+        delivered: object = message  # Retries hands over the proxy
+        retried = None
+        if isinstance(delivered, DatabaseMessageProxy) and delivered.was_retried and not delivered.settled:
+            retried = delivered
+        current: DatabaseMessageProxy | None = getattr(self._hooks, "proxy", None)
         if current is not None and not current.settled and not self.store.joined():
             if retried is current:
                 current.retry = prepared
@@ -237,30 +238,7 @@ class DatabaseBroker(Broker):
         The hooks see the ``eta`` option of a delayed message, as with Dramatiq's own brokers; the stored form has none,
         because a worker would hold it in memory.
         """
-        if isinstance(message, MessageProxy):
-            message = message._message
-        queue = q_name(message.queue_name)
-        if queue not in self.queues:
-            raise QueueNotFound(queue)
-        options = message.options
-        if delay is None:
-            due_at = _eta(options, self.store.clock)
-        else:
-            due_at = self.store.clock.now() + min(round(delay), _MAX_DELAY) if delay > 0 else None
-        if due_at is not None:
-            message = message.copy(queue_name=queue, options={"eta": due_at})
-        elif "eta" in options or queue != message.queue_name:
-            message = replace(message, queue_name=queue, options=_without_eta(options))
-        self.emit_before("enqueue", message, delay)
-        stored = replace(message, options=_without_eta(message.options)) if "eta" in message.options else message
-        return Prepared(message, queue, stored.encode(), self._priority_of(message), due_at, delay)
-
-    def _priority_of(self, message: Message[Any]) -> int:
-        priority = message.options.get("priority")
-        if isinstance(priority, int):
-            return priority
-        actor = self.actors.get(message.actor_name)
-        return actor.priority if actor is not None else 0
+        return prepare(self, message, delay=delay)
 
     # --- for an engine whose rows share transactions with their messages -----------------------------------------------
 
@@ -274,6 +252,34 @@ class DatabaseBroker(Broker):
         now = self.store.clock.now()
         if reservation is None or not reservations.recycle(tx, reservation, prepared, now=now):
             reservations.insert(tx, prepared, now=now)
+
+    def can_take(self, prepared: Prepared) -> bool:
+        """Whether this process would deliver that message itself: it is due, a worker here consumes its queue and knows its actor."""
+        return (
+            prepared.due_at is None
+            and prepared.message.actor_name in self.actors
+            and self.here.consumer_thread(prepared.queue) is not None
+        )
+
+    def hand_over(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> Reservation | None:
+        """As :meth:`stage` with a reservation, but the row stays reserved for this process, which saves a reservation.
+
+        ``None`` where the reservation was lost: then nothing was changed. :meth:`taken` follows once ``tx`` has committed. The
+        prefetch slot is the one that the delivery at hand gives up, and the age is the row's (QUEUE-1).
+        """
+        return reservations.hand_over(tx, reservation, prepared, now=self.store.clock.now())
+
+    def taken(self, prepared: Prepared, reservation: Reservation, lease_until: int) -> None:
+        """After the commit: give the message that was handed over to this process's workers.
+
+        Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7).
+        """
+        thread = self.here.consumer_thread(prepared.queue)
+        self.emit_after("enqueue", prepared.message, prepared.delay)
+        if thread is None:
+            settlement.give_back_row(self, reservation)
+            return
+        thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until))
 
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""
@@ -304,7 +310,7 @@ class DatabaseBroker(Broker):
           QueueNotFound: The queue was never declared.
         """
         if queue_name not in self.queues:
-            raise QueueNotFound(queue_name)
+            raise QueueNotFound(queue_name)  # type: ignore[no-untyped-call]
         consumer = DatabaseConsumer(self, queue_name, prefetch=prefetch, timeout=timeout)
         self.here.add(consumer)
         return consumer
@@ -313,7 +319,7 @@ class DatabaseBroker(Broker):
         """Seconds that a consumer may wait without looking, after so many looks that found nothing."""
         if not self.polls:
             return LOOK_ANYWAY
-        return max(self.poll_interval, min(MAX_SERVER_PAUSE, self.poll_interval * 2 ** min(fruitless, 16)))
+        return max(self.poll_interval, min(MAX_SERVER_PAUSE, self.poll_interval * (1 << min(fruitless, 16))))
 
     def reserve(self, queue: str, limit: int) -> list[reservations.Delivery] | None:
         """Reserve up to ``limit`` messages in one transaction. ``None``: refused, nothing has changed, look again later.
@@ -335,10 +341,7 @@ class DatabaseBroker(Broker):
         self, queue: str, operation: Callable[[Tx], list[reservations.Delivery]]
     ) -> list[reservations.Delivery] | None:
         """Run a reservation: plain. The SQLite broker's guard stands here (QUEUE-3)."""
-        try:
-            return self.store.submit(operation).result()
-        except Exception as error:
-            raise self._for_dramatiq(error) from error
+        return self.execute(operation)
 
     def acknowledge(self, proxy: DatabaseMessageProxy) -> None:
         """Delete the row of this delivery, and store what its after hooks have sent, in one transaction (QUEUE-2).
@@ -354,19 +357,28 @@ class DatabaseBroker(Broker):
 
     def run_settlement(self, operation: settlement.Settlement) -> bool:
         """Run a settlement: plain. The SQLite broker's guard stands here (QUEUE-4)."""
-        try:
-            return self.store.submit(operation).result()
-        except Exception as error:
-            raise self._for_dramatiq(error) from error
+        return self.execute(operation)
 
-    def _for_dramatiq(self, error: Exception) -> Exception:
-        """A lost connection to a server as Dramatiq's own error, which makes it wait and repeat; others as they are.
+    def execute(self, operation: Callable[[Tx], T]) -> T:
+        """Run an operation of the queue's own in a root transaction, whatever the calling thread has open.
 
-        Repeating is safe because every statement is fenced. On SQLite there is no connection to lose.
+        A step that left a transaction open on the same ``Database`` must not take the acknowledgement with it: that
+        transaction may never commit. Where a server is out of reach, Dramatiq's own error says so, and makes it wait and
+        repeat, which is safe because every statement is fenced; on SQLite there is no connection to lose.
         """
-        if self.store.dialect != "sqlite" and isinstance(error, (StoreError, peewee.OperationalError, peewee.InterfaceError)):
-            return ConnectionClosed(str(error))
-        return error
+        try:
+            if not self.store.joined():
+                return self.store.submit(operation).result()
+            self.logger.warning("A message has left a transaction open on the broker's database; it is not ended here.")
+            tickets: list[Ticket[T]] = []
+            thread = threading.Thread(target=lambda: tickets.append(self.store.submit(operation)))
+            thread.start()
+            thread.join()
+            return tickets[0].result()
+        except (StoreError, peewee.OperationalError, peewee.InterfaceError) as error:
+            if self.store.dialect == "sqlite":
+                raise
+            raise ConnectionClosed(str(error)) from error  # type: ignore[no-untyped-call]
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -391,21 +403,6 @@ class DatabaseBroker(Broker):
         return self.store.write(lambda tx: dead_letters.purge(tx, queue, before))
 
 
-def _require_positive(key: str, value: float) -> None:
+def _require_positive(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise SettingsError(key, f"{value!r} must be a number of seconds greater than zero")
-
-
-def _eta(options: dict[str, Any], clock: Clock) -> int | None:
-    """When a message asks to be delivered by its own options; ``delay`` is what compositions leave there."""
-    eta = options.get("eta")
-    if isinstance(eta, (int, float)):
-        return int(eta)
-    delay = options.get("delay")
-    if isinstance(delay, (int, float)) and delay > 0:
-        return clock.now() + round(delay)
-    return None
-
-
-def _without_eta(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "eta"}

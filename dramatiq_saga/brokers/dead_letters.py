@@ -31,8 +31,8 @@ _LIST = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 ORDER BY died_at D
 _LIST_QUEUE = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 AND queue = ? ORDER BY died_at DESC, id DESC LIMIT ?"
 _GET = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 AND id = ?"
 _REQUEUE = (
-    "UPDATE {messages} SET state = 0, attempts = 0, available_at = ?, enqueued_at = ?, died_at = NULL, reason = NULL, message = ?"
-    " WHERE id = ? AND state = 3 AND died_at = ?"
+    "UPDATE {messages} SET state = 0, attempts = 0, available_at = ?, enqueued_at = ?, died_at = NULL, reason = NULL,"
+    " message = ? WHERE id = ? AND state = 3 AND died_at = ?"
 )
 _PURGE = "DELETE FROM {messages} WHERE state = 3 AND died_at < ?"
 _PURGE_QUEUE = "DELETE FROM {messages} WHERE state = 3 AND died_at < ? AND queue = ?"
@@ -139,7 +139,8 @@ def _letter(row: tuple[Any, ...]) -> DeadLetter:
 
 def _with_tries_renewed(letter: DeadLetter) -> bytes:
     message = letter.message
-    if message is None or not isinstance(message.options, dict) or not any(name in message.options for name in TRY_OPTIONS):
+    options: object = None if message is None else message.options  # whatever the row holds
+    if message is None or not isinstance(options, dict) or not any(name in options for name in TRY_OPTIONS):
         return letter.payload
     for name in TRY_OPTIONS:
         message.options.pop(name, None)

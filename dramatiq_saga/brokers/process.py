@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from .leases import LeaseKeeper
-from .wake import FileWatcher, sqlite_file
+from .wake import Bell, FileWatcher, sqlite_file
 
 if TYPE_CHECKING:
     from .consumer import DatabaseConsumer
@@ -29,10 +29,13 @@ class Deliveries:
         self.draining = False
         self._lock = Lock()
         self._consumers: dict[str, tuple[DatabaseConsumer, ...]] = {}
-        self._workers: set[int] = set()
+        self._workers: dict[int, Any] = {}
         self._keeper = LeaseKeeper(broker, retry_after=broker.retry_after, every=broker.extend_every)
         path = sqlite_file(broker.store)
-        self._watcher = None if path is None else FileWatcher(path, interval=broker.poll_interval, on_change=self.changed)
+        self._bell = None if path is None else Bell(path)
+        self._watcher = None
+        if path is not None and self._bell is not None:
+            self._watcher = FileWatcher(path, bell=self._bell, interval=broker.poll_interval, on_change=self.changed)
 
     # --- consumers ---------------------------------------------------------------------------------------------------
 
@@ -51,9 +54,11 @@ class Deliveries:
             self._consumers[consumer.queue] = others
 
     def arrived(self, queue: str, due_at: int | None) -> None:
-        """A message was committed by this process: its consumers of that queue need not wait to be told by others."""
+        """A message was committed by this process: tell its own consumers of that queue, and ring for the others."""
         for consumer in self._consumers.get(queue, ()):
             consumer.message_arrived(due_at)
+        if self._bell is not None:
+            self._bell.ring()
 
     def changed(self) -> None:
         """Something was committed by somebody: idle consumers look."""
@@ -76,7 +81,7 @@ class Deliveries:
 
     def worker_boots(self, worker: Any) -> None:
         """A worker of this process is about to start."""
-        self._workers.add(id(worker))
+        self._workers[id(worker)] = worker
         self.draining = False
 
     def worker_thread_boots(self, thread: Thread) -> None:
@@ -85,7 +90,7 @@ class Deliveries:
 
     def worker_stops(self, worker: Any) -> None:
         """A worker finishes what it runs and starts nothing new."""
-        self._workers.discard(id(worker))
+        self._workers.pop(id(worker), None)
         if not self._workers:
             self.draining = True
             self.changed()
@@ -93,6 +98,16 @@ class Deliveries:
     def worker_stopped(self) -> None:
         """It has given back what it had not started."""
         self.draining = False
+
+    def consumer_thread(self, queue: str) -> Any | None:
+        """The Dramatiq thread that consumes ``queue`` in this process, if one does so now."""
+        for worker in tuple(self._workers.values()):
+            thread = worker.consumers.get(queue)
+            if thread is not None and thread.running and not thread.paused:
+                consumer = thread.consumer
+                if consumer is not None and not consumer.closed:
+                    return thread
+        return None
 
     def stop(self) -> None:
         """End the helper threads; consumers that wait return. What is still held is left to its lease."""

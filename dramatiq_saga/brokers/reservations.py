@@ -38,16 +38,19 @@ _RECYCLE = (
     "UPDATE {messages} SET queue = ?, state = ?, priority = ?, available_at = ?, lease_until = NULL, attempts = 0,"
     " actor = ?, message_id = ?, message = ?" + _FENCE
 )
-_RETAIN = "UPDATE {messages} SET priority = ?, actor = ?, message_id = ?, message = ?" + _FENCE
-_REROUTE = (
-    "UPDATE {messages} SET queue = ?, state = 0, available_at = ?, lease_until = NULL, attempts = attempts - 1" + _FENCE
+_HAND_OVER = (
+    "UPDATE {messages} SET queue = ?, priority = ?, available_at = ?, reserved_at = ?, attempts = 1, actor = ?, message_id = ?,"
+    " message = ?" + _FENCE
 )
+_RETAIN = "UPDATE {messages} SET priority = ?, actor = ?, message_id = ?, message = ?" + _FENCE
+_REROUTE = "UPDATE {messages} SET queue = ?, state = 0, available_at = ?, lease_until = NULL, attempts = attempts - 1" + _FENCE
 _EXTEND = "UPDATE {messages} SET lease_until = ?" + _FENCE
 
 # A due row and a lapsed one become ready before anything is picked, so that they compete by priority and age alone: a
 # pick among the first few due rows could pass by an urgent one behind them for ever.
-_DUE_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 1 AND available_at <= ? ORDER BY available_at LIMIT " + str(SWEEP_LIMIT)
-_LAPSED_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 2 AND lease_until <= ? ORDER BY lease_until LIMIT " + str(SWEEP_LIMIT)
+_SWEEP = f" LIMIT {SWEEP_LIMIT}"
+_DUE_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 1 AND available_at <= ? ORDER BY available_at" + _SWEEP
+_LAPSED_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 2 AND lease_until <= ? ORDER BY lease_until" + _SWEEP
 _READY_IDS = "SELECT id FROM {messages} WHERE queue = ? AND state = 0 ORDER BY priority, enqueued_at, id LIMIT ?"
 _MAKE_READY = "UPDATE {messages} SET state = 0, lease_until = NULL WHERE id "
 _RESERVE = (
@@ -215,6 +218,19 @@ def retain(tx: Tx, reservation: Reservation, prepared: Prepared) -> bool:
         tx.run(_RETAIN, (prepared.priority, message.actor_name, message.message_id, prepared.payload, *_fence(reservation)))
         == 1
     )
+
+
+def hand_over(tx: Tx, reservation: Reservation, prepared: Prepared, *, now: int) -> Reservation | None:
+    """Our row becomes another message that is delivered here at once: a new reservation of the same row, or ``None``.
+
+    The lease goes on, so no index changes; the reservation time is a later one, so the old fence matches nothing any more.
+    """
+    message = prepared.message
+    reserved_at = max(now, reservation.reserved_at + 1)
+    values = (prepared.queue, prepared.priority, now, reserved_at, message.actor_name, message.message_id, prepared.payload)
+    if tx.run(_HAND_OVER, (*values, *_fence(reservation))) != 1:
+        return None
+    return Reservation(reservation.id, prepared.queue, reserved_at, 1)
 
 
 def extend(tx: Tx, reservation: Reservation, lease_until: int) -> bool:

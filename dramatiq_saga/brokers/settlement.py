@@ -75,7 +75,7 @@ def end(broker: DatabaseBroker, proxy: DatabaseMessageProxy, *, reason: str | No
         except Interrupt as interrupt:
             # A time limit or a shutdown notice that was raised a moment too late: it lands here although the work is done.
             # Let through, it would end the worker thread for good. The statements are fenced, so going through them again
-            # changes nothing that has changed already. test_an_interrupt_during_the_acknowledgement_costs_neither_message_nor_thread
+            # changes nothing that has changed already. test_an_interrupt_while_acknowledging_costs_no_thread
             broker.logger.info("%s ignored while message %s was settled.", type(interrupt).__name__, proxy.message_id)
             interrupted = True
 
@@ -129,6 +129,13 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
         broker.here.arrived(queue, None)
 
 
+def give_back_row(broker: DatabaseBroker, reservation: Reservation) -> None:
+    """As :func:`give_back`, for a row that no delivery was made of yet."""
+    now = broker.store.clock.now()
+    _attempt(broker, lambda tx: reservations.give_back(tx, reservation, due_at=None, now=now), "give back a message")
+    broker.here.arrived(reservation.queue, None)
+
+
 def bury_undecodable(broker: DatabaseBroker, reservation: Reservation, error: Exception) -> None:
     """A row that is no message goes to the dead letters on its own, with its reason; others are not affected (QUEUE-5)."""
     broker.logger.error("Row %d of queue %r is not a message: %s", reservation.id, reservation.queue, error)
@@ -157,6 +164,6 @@ def report_lost(broker: DatabaseBroker, proxy: DatabaseMessageProxy, what: str) 
 
 def _attempt(broker: DatabaseBroker, operation: Callable[[Tx], Any], what: str) -> None:
     try:
-        broker.store.submit(operation).result()
+        broker.execute(operation)
     except Exception:
         broker.logger.warning("Could not %s; the lease will lapse.", what, exc_info=True)

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from ..codec import MAX_MESSAGE_LENGTH, message_of
+from ..codec import message_of
 from ..errors import qualified_name
 from ..settings import LOG_LEVELS, Logging
 
@@ -175,7 +175,7 @@ class AnomalyLog:
             error = known.pop("error", None)
             if isinstance(error, BaseException):
                 known["error_type"] = qualified_name(type(error))
-                known["error_message"] = message_of(error)[:MAX_MESSAGE_LENGTH]
+                known["error_message"] = message_of(error)[:2000]
             getattr(structlog.get_logger(self._name), level)(code, **known)
         except Exception as broken:
             self._fall_back(code, level, fields, broken)

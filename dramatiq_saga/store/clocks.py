@@ -1,7 +1,9 @@
 """One clock for many machines: the database server's (CLOCK-1).
 
 Leases and deadlines are written by one machine and judged by another, so a process corrects its clock by the offset between
-it and the server's. The offset is measured when a connection is opened, and at the first question before that.
+it and the server's. The offset is measured at the first question or the first connection, whichever comes first, again
+every ten minutes, and at once when this machine's clock was set. What was measured is never blocked on: an operation under
+way goes on with the offset it has.
 """
 
 from __future__ import annotations
@@ -12,16 +14,24 @@ from collections.abc import Callable
 from typing import Any
 
 from ..clock import SystemClock
-from .sql import POSTGRESQL
+from .peewee_internals import driver_errors
+from .sql import MYSQL, POSTGRESQL
 
 logger = logging.getLogger("dramatiq_saga")
 
 #: Questions per measurement; the one that was answered fastest counts.
 SAMPLES = 3
 
+#: Between two measurements, and after one that failed; nanoseconds.
+REFRESH_AFTER = 600 * 10**9
+RETRY_AFTER = 10 * 10**9
+
+#: How far wall clock and monotonic clock may drift apart before the wall clock counts as set; nanoseconds.
+TOLERANCE = 10**9
+
 _QUESTIONS = {
     POSTGRESQL: "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)",
-    "mysql": "SELECT CAST(UNIX_TIMESTAMP(SYSDATE(3)) * 1000 AS SIGNED)",
+    MYSQL: "SELECT CAST(UNIX_TIMESTAMP(SYSDATE(3)) * 1000 AS SIGNED)",
 }
 
 
@@ -29,38 +39,60 @@ def measure_offset(cursor: Any, dialect: str) -> int:
     """The server's clock minus this machine's, milliseconds, give or take half a round trip."""
     best: tuple[int, int] | None = None
     for _ in range(SAMPLES):
-        asked = time.time_ns()
-        cursor.execute(_QUESTIONS[dialect])
-        ((answer,),) = cursor.fetchall()
-        answered = time.time_ns()
-        sample = (answered - asked, int(answer) - (asked + answered) // 2_000_000)
+        asked, started = time.time_ns(), time.monotonic_ns()
+        with driver_errors:
+            cursor.execute(_QUESTIONS[dialect])
+            ((answer,),) = cursor.fetchall()
+        took = time.monotonic_ns() - started
+        sample = took, int(answer) - (asked + took // 2) // 1_000_000
         best = sample if best is None else min(best, sample)
     assert best is not None
     return best[1]
 
 
+class Correction:
+    """Keeps the ``offset_ms`` of a clock right."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self._clock = clock
+        self._due_at = 0  # monotonic
+        self._gap = 0  # wall clock minus monotonic clock, as of the last measurement
+
+    def is_due(self) -> bool:
+        """Whether it is time to measure: a look at two clocks."""
+        monotonic = time.monotonic_ns()
+        return monotonic >= self._due_at or abs(time.time_ns() - monotonic - self._gap) > TOLERANCE
+
+    def measure(self, cursor: Any, dialect: str) -> None:
+        """Ask the server, now."""
+        self._clock.offset_ms = measure_offset(cursor, dialect)
+        self._next(REFRESH_AFTER)
+
+    def postpone(self) -> None:
+        """The server could not be asked."""
+        self._next(RETRY_AFTER)
+
+    def _next(self, after: int) -> None:
+        monotonic = time.monotonic_ns()
+        self._due_at, self._gap = monotonic + after, time.time_ns() - monotonic
+
+
 class ServerClock(SystemClock):
-    """The machine's clock, corrected by the server's from the first question on."""
+    """The machine's clock, corrected by the server's from the first question on.
 
-    def __init__(self, measure: Callable[[], int]) -> None:
-        self._measure: Callable[[], int] | None = measure
-        self._offset_ms = 0
+    ``measure`` is called when the correction is due; it returns at once where the caller must not wait.
+    """
 
-    @property
-    def offset_ms(self) -> int:  # type: ignore[override]
-        """The correction in use, milliseconds."""
-        return self._offset_ms
-
-    @offset_ms.setter
-    def offset_ms(self, value: int) -> None:
-        self._offset_ms = value
-        self._measure = None
+    def __init__(self, measure: Callable[[], None]) -> None:
+        super().__init__()
+        self.correction = Correction(self)
+        self._measure = measure
 
     def now(self) -> int:
-        measure = self._measure
-        if measure is not None:
+        if self.correction.is_due():
             try:
-                self.offset_ms = measure()
+                self._measure()
             except Exception:  # unreachable: the operation that the time is for will say so
+                self.correction.postpone()
                 logger.warning("the database server's clock could not be read; this machine's is used", exc_info=True)
-        return time.time_ns() // 1_000_000 + self._offset_ms
+        return super().now()

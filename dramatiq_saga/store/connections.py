@@ -7,7 +7,6 @@ and a connection never crosses a fork.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import random
@@ -16,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from peewee import Database, SqliteDatabase
 
 from ..errors import DatabaseUnusableError, StoreError
+from .peewee_internals import keep_inherited, new_connection, pragmas_of, set_pragmas, twin_of
 from .rollback_proof import RETRYABLE, sqlite_code
 from .sql import Statements
 from .transactions import SQLiteTx, Tx, as_peewee
@@ -33,9 +33,10 @@ logger = logging.getLogger("dramatiq_saga")
 BUSY_TIMEOUT = 5.0
 
 #: What the engine wants on each of its connections, unless the user has set it otherwise. The page size counts only for a
-#: file that does not exist yet, and has to come before the journal mode, which creates it.
+#: file that does not exist yet, and has to come before the journal mode, which creates it. A transaction of the engine
+#: changes a few rows on each of several pages: small pages halve what it writes (benchmarks/store.py).
 PRAGMAS: dict[str, object] = {
-    "page_size": 4096,
+    "page_size": 2048,
     "journal_mode": "wal",
     "synchronous": "full",
     "foreign_keys": "on",
@@ -46,25 +47,24 @@ PRAGMAS: dict[str, object] = {
 #: durable as the engine's. Foreign keys stay the host's affair on the host's connections.
 SHARED_PRAGMAS = ("journal_mode", "synchronous")
 
+#: Statements that a connection keeps prepared: all of the engine's and the broker's.
+CACHED_STATEMENTS = 256
+
 #: The first SQLite with RETURNING.
 MINIMUM_SQLITE = (3, 35, 0)
 
 _CANNOT_OPEN, _NOT_A_DATABASE, _READ_ONLY, _CORRUPT, _DENIED = 14, 26, 8, 11, 23
 
-# Connections that belong to the parent process. Closing one here could let go of the parent's locks, so none is closed.
-_inherited: list[object] = []
-
 
 def new_sqlite(path: str) -> SqliteDatabase:
     """A Database object for a file of ours."""
-    return SqliteDatabase(path, pragmas=list(PRAGMAS.items()), timeout=BUSY_TIMEOUT, cached_statements=256)
+    return SqliteDatabase(path, pragmas=list(PRAGMAS.items()), timeout=BUSY_TIMEOUT)
 
 
 def share_pragmas(database: SqliteDatabase) -> None:
     """Set on a user's own Database what joined host transactions need and the user has not chosen."""
-    chosen = _chosen(database)
-    missing = [(name, PRAGMAS[name]) for name in SHARED_PRAGMAS if name not in chosen]
-    database._pragmas = [*database._pragmas, *missing]
+    chosen = dict(pragmas_of(database))
+    set_pragmas(database, [*pragmas_of(database), *((name, PRAGMAS[name]) for name in SHARED_PRAGMAS if name not in chosen)])
 
 
 def is_memory(database: Database) -> bool:
@@ -86,27 +86,24 @@ class Connector:
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
+        self._warned = False
 
     def open(self, **params: object) -> sqlite3.Connection:
         """A new connection with the engine's pragmas. Raises DatabaseUnusableError, naming the path and the way out."""
         if sqlite3.sqlite_version_info < MINIMUM_SQLITE:
             raise DatabaseUnusableError(
-                f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; use a newer Python build"
+                f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; "
+                "use a newer build of Python"
             )
-        # A shallow twin has its own connect parameters and pragmas and shares nothing that a host would notice.
-        twin = copy.copy(self._database)
-        twin.connect_params = {**self._database.connect_params, **params}
-        chosen = _chosen(self._database)
-        # page_size leads, whoever chose the rest: nothing may create the file before it is set
-        twin._pragmas = [
-            *((name, value) for name, value in PRAGMAS.items() if name not in chosen),
-            *self._database._pragmas,
-        ]
+        chosen = dict(pragmas_of(self._database))
+        # ours first: the page size has to be set before anything that creates the file
+        pragmas = [(name, value) for name, value in PRAGMAS.items() if name not in chosen] + list(chosen.items())
+        twin = twin_of(self._database, pragmas, **{"cached_statements": CACHED_STATEMENTS, **params})
         deadline = time.monotonic() + max(float(self._database.timeout or 0), BUSY_TIMEOUT)
         while True:
             try:
-                connection = _connect(twin)
-                self._check(connection, chosen)
+                connection: sqlite3.Connection = new_connection(twin)
+                self._check(connection, str(dict(pragmas)["journal_mode"]))
                 return connection
             except sqlite3.Error as exc:
                 # Who else is here: another process that turns the same new file into WAL. It holds the file for itself for
@@ -115,13 +112,14 @@ class Connector:
                     raise self.unusable(exc) from as_peewee(exc)
             time.sleep(random.uniform(0.001, 0.02))
 
-    def _check(self, connection: sqlite3.Connection, chosen: dict[str, object]) -> None:
+    def _check(self, connection: object, wanted: str) -> None:
         if not isinstance(connection, sqlite3.Connection):
             raise DatabaseUnusableError(
-                f"{type(self._database).__name__} does not use Python's sqlite3 driver; use peewee.SqliteDatabase for the saga tables"
+                f"{type(self._database).__name__} does not use Python's sqlite3 driver: use peewee.SqliteDatabase"
             )
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-        if mode != "wal" and "journal_mode" not in chosen and not is_memory(self._database):
+        if mode != "wal" and wanted.lower() == "wal" and not is_memory(self._database) and not self._warned:
+            self._warned = True
             logger.warning(
                 "%s has journal mode %s, not WAL: readers and the writer will wait for each other. A network or read-only file "
                 "system cannot do WAL; keep the file on a local disk",
@@ -201,25 +199,8 @@ class Readers:
 
     def abandon(self) -> None:
         """In a forked child: forget the parent's connections without closing them."""
-        _inherited.append(self._idle)
+        keep_inherited(self._idle)
         self._idle = deque()
-
-
-def keep_inherited(thing: object) -> None:
-    """Never let this connection of the parent process be closed here."""
-    _inherited.append(thing)
-
-
-def _chosen(database: SqliteDatabase) -> dict[str, object]:
-    return {str(name).lower(): value for name, value in database._pragmas}
-
-
-def _connect(database: SqliteDatabase) -> sqlite3.Connection:
-    """A driver connection made the way this class makes them, past any pool: a pool may hand out a used one."""
-    from playhouse.pool import PooledDatabase
-
-    maker: Any = super(PooledDatabase, database) if isinstance(database, PooledDatabase) else database
-    return cast("sqlite3.Connection", maker._connect())
 
 
 def same_file(path: str, identity: tuple[int, int]) -> bool:

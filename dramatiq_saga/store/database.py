@@ -19,13 +19,14 @@ from typing import Any, TypeVar, cast
 
 from peewee import Database, DatabaseProxy, SqliteDatabase
 
-from ..clock import Clock
+from ..clock import Clock, SystemClock
 from ..errors import DatabaseUnusableError, SchemaVersionError, StoreError
 from . import migrations, models
-from .clocks import ServerClock, measure_offset
-from .connections import Connector, Readers, file_of, is_memory, keep_inherited, new_sqlite, share_pragmas
+from .clocks import Correction, ServerClock
+from .connections import Connector, Readers, file_of, is_memory, new_sqlite, share_pragmas
 from .joining import Joining
 from .models import TABLES, Models
+from .peewee_internals import keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
@@ -46,7 +47,9 @@ class Store:
     tools and cold paths; inside an operation they are part of its transaction.
     """
 
-    def __init__(self, database: Database, *, prefix: str = "saga_", clock: Clock | None = None, auto_create: bool | None = None) -> None:
+    def __init__(
+        self, database: Database, *, prefix: str = "saga_", clock: Clock | None = None, auto_create: bool | None = None
+    ) -> None:
         self.database = database
         self.dialect = dialect_of(database)
         self.prefix = prefix
@@ -57,22 +60,23 @@ class Store:
         self._local = threading.local()
         self._joining = Joining(database, self.dialect, self._texts)
         self._ready = False
-        self._measured_at: float | None = None
-        self.clock: Clock
+        self._memory = False
+        self._correction: Correction | None = None
+        self._readers: Readers | None = None
         self._engine: Writer | Servers
         if isinstance(database, SqliteDatabase):
-            from ..clock import SystemClock
-
+            self.clock: Clock = clock or SystemClock()
             connector = Connector(database)
-            self._readers: Readers | None = Readers(connector, self._texts)
-            self._engine = Writer(database, connector, self._texts, prepare=self._prepare, local=self._local)
-            self.clock = clock or SystemClock()
+            self._memory = is_memory(database)
+            self._readers = Readers(connector, self._texts)
+            self._engine = Writer(database, connector, self._texts, prepare=self._prepare, moved=self._moved, local=self._local)
         else:
-            self._readers = None
             self.clock = clock or ServerClock(self._measure)
-            self._engine = Servers(
-                database, self.dialect, self._texts, prepare=self._prepare, local=self._local, connected=self._set_clock
-            )
+            if isinstance(self.clock, ServerClock):
+                self._correction = self.clock.correction
+            elif isinstance(self.clock, SystemClock):
+                self._correction = Correction(self.clock)
+            self._engine = Servers(database, self.dialect, self._texts, prepare=self._prepare, local=self._local)
         _stores.add(self)
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -87,36 +91,35 @@ class Store:
           WriteUnknownError: nobody can say whether it was written.
           Exception: what the operation raised, a database error of its own statement included; nothing was written.
         """
-        if self.database.in_transaction() and self._joins():
+        if self.joined():
             return self._join(operation)
         ticket: Ticket[T] = Ticket(operation)
         self._engine.submit(ticket)
         return ticket.result()
 
-    def submit(self, operation: Callable[[Tx], T]) -> Ticket[T]:
-        """Like :meth:`write`, without waiting: for callers that may be interrupted and must learn the outcome all the same."""
-        ticket: Ticket[T] = Ticket(operation)
-        if self.database.in_transaction() and self._joins():
-            ticket.start()
+    def submit(self, operation: Callable[[Tx], T] | Ticket[T]) -> Ticket[T]:
+        """Like :meth:`write`, without waiting: for callers that may be interrupted and must learn the outcome all the same.
+
+        Given a ticket that the caller has made, it returns that one: then the caller holds it whenever an interrupt lands.
+        """
+        ticket: Ticket[T] = operation if isinstance(operation, Ticket) else Ticket(operation)
+        if not self.joined():
+            self._engine.submit(ticket)
+        elif ticket.start():
             try:
-                ticket.finish(self._join(operation))
+                ticket.finish(self._join(ticket.operation))
             except BaseException as exc:
                 ticket.fail(exc)
-        else:
-            self._engine.submit(ticket)
         return ticket
 
     def read(self, operation: Callable[[Tx], T]) -> T:
         """Run ``operation``, which only reads, against one snapshot. Raises StoreError where the database cannot be reached."""
-        if self.database.in_transaction() and self._joins():
+        if self.joined():
             return self._join(operation)
-        if isinstance(self._engine, Servers):
-            ticket: Ticket[T] = Ticket(operation)
-            self._engine.submit(ticket, read=True)
+        if self._readers is None or self._memory:
+            ticket: Ticket[T] = Ticket(operation, read=True)
+            self._engine.submit(ticket)
             return ticket.result()
-        if is_memory(self.database):
-            return self.write(operation)
-        assert self._readers is not None
         if not self._ready:
             self._control(self._prepare)
         value, callbacks = self._readers.read(operation)
@@ -154,14 +157,13 @@ class Store:
         """Whether the calling thread has a transaction of ``database`` open, or is inside an operation: calls would join it."""
         return self.database.in_transaction() and self._joining.is_open()
 
-    def _joins(self) -> bool:
-        return self._joining.is_open()
-
     def _join(self, operation: Callable[[Tx], T]) -> T:
         outer = getattr(self._local, "tx", None)
         if outer is None:
-            if is_memory(self.database) and self.dialect == SQLITE:
-                raise StoreError("an in-memory database is private to its connection: a host transaction cannot share it; use a file")
+            if self._memory:
+                raise StoreError(
+                    "an in-memory database is private to its connection; no host transaction can share it: use a file"
+                )
             if not self._ready:
                 self._prepare_joined()
         return self._joining.run(operation, outer)
@@ -207,6 +209,8 @@ class Store:
 
     def _prepare(self) -> None:
         """On an engine thread, before its first operation: see to the tables."""
+        if self._correction is not None and self._correction.is_due():
+            self._correction.measure(self.database.cursor(), self.dialect)
         if self._ready:
             return
         found = migrations.version(self.database, self.prefix)
@@ -242,14 +246,17 @@ class Store:
 
     # --- clock, threads, processes -----------------------------------------------------------------------------------
 
-    def _measure(self) -> int:
-        """The server's clock minus ours, milliseconds."""
-        return self._control(lambda: measure_offset(self.database.cursor(), self.dialect))
+    def _measure(self) -> None:
+        """For the clock: have the server asked. An engine thread must not wait for that; it asks before its next operation."""
+        correction = self._correction
+        if correction is not None and getattr(self._local, "tx", None) is None:
+            self._control(lambda: correction.measure(self.database.cursor(), self.dialect))
 
-    def _set_clock(self, cursor: Any) -> None:
-        """On a new connection to a server: correct the clock by the server's (CLOCK-1)."""
-        if hasattr(self.clock, "offset_ms"):
-            self.clock.offset_ms = measure_offset(cursor, self.dialect)
+    def _moved(self) -> None:
+        """The file at the path is another one now, or none."""
+        self._ready = False
+        if self._readers is not None:
+            self._readers.close()
 
     def close_thread(self) -> None:
         """Close the calling thread's own connection of ``database``, if it has one: a thread that ends should not leak it."""
@@ -264,10 +271,7 @@ class Store:
 
     def _abandon(self) -> None:
         """In a forked child: nothing of the parent's is used, or closed, here."""
-        if not self.database.is_closed():
-            keep_inherited(self.database.connection())
-        self.database._lock = threading.Lock()  # another thread of the parent may have held it
-        self.database.dispose()
+        leave_to_parent(self.database)
         self._engine.abandon()
         if self._readers is not None:
             self._readers.abandon()
@@ -282,7 +286,9 @@ def open_store(
     """
     if isinstance(database, DatabaseProxy):
         if database.obj is None:
-            raise DatabaseUnusableError("the DatabaseProxy has no database yet: call its initialize() before the store is opened")
+            raise DatabaseUnusableError(
+                "the DatabaseProxy has no database yet: call its initialize() before the store is opened"
+            )
         database = cast("Database", database.obj)
     if isinstance(database, Path):
         database = new_sqlite(str(database))
@@ -292,6 +298,11 @@ def open_store(
         share_pragmas(database)
     elif not isinstance(database, Database):
         raise TypeError(f"a path, a URL or a peewee.Database, not {type(database).__name__}")
+    if not keeps_connections_per_thread(database):
+        raise DatabaseUnusableError(
+            f"{type(database).__name__} shares one connection among threads or tasks (thread_safe=False, or an asyncio class): "
+            "pass a plain peewee Database"
+        )
     return Store(database, prefix=prefix, clock=clock, auto_create=auto_create)
 
 
@@ -306,7 +317,9 @@ def _from_text(text: str) -> Database:
     try:
         return cast("Database", db_url.connect(text, unquote_password=True, unquote_user=True))
     except (RuntimeError, ValueError) as exc:
-        raise DatabaseUnusableError(f"{exc} Use a path, sqlite:///path, postgresql://user@host/name or mysql://user@host/name") from exc
+        raise DatabaseUnusableError(
+            f"{exc} Use a path, sqlite:///path, postgresql://user@host/name or mysql://user@host/name"
+        ) from exc
 
 
 def _nothing(_tx: Tx) -> Any:

@@ -19,6 +19,7 @@ import peewee
 from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError
+from .peewee_internals import is_manual, transaction_status
 from .rollback_proof import RETRYABLE, sqlite_code
 from .sql import SQLITE, Statements
 from .tickets import run_callbacks
@@ -26,7 +27,9 @@ from .transactions import ServerTx, SQLiteTx, Tx
 
 T = TypeVar("T")
 
-_SAVEPOINT = re.compile(r"\s*(SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK\s+TO(?:\s+SAVEPOINT)?)\s+(.+?)\s*;?\s*$", re.IGNORECASE)
+_SAVEPOINT = re.compile(
+    r"\s*(SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK\s+TO(?:\s+SAVEPOINT)?)\s+(.+?)\s*;?\s*$", re.IGNORECASE
+)
 
 _numbers = itertools.count(1)
 
@@ -48,44 +51,35 @@ class Joining:
         """
         if not self._database.in_transaction():
             return False
-        connection = self._database.connection()
         if self._dialect == SQLITE:
-            return bool(connection.in_transaction)
-        adapter = getattr(self._database, "_adapter", None)
-        if adapter is not None:
-            return bool(adapter.txn_status(connection) != adapter.txn_idle)
-        status = getattr(connection, "server_status", None)
-        return status is None or bool(status & 1)
+            return bool(self._database.connection().in_transaction)
+        return transaction_status(self._database) is not False
 
     def run(self, operation: Callable[[Tx], T], outer: SQLiteTx | ServerTx | None) -> T:
         """Run ``operation`` in a savepoint of the open transaction; ``outer`` is the engine's, when it is one."""
-        tx = outer or self._host_tx()
+        tx = self._host_tx() if outer is None else outer
         collected, tx.callbacks = tx.callbacks, None
         name = f"saga_{next(_numbers)}"
-        execute = self._database.execute_sql
         try:
-            execute(f"SAVEPOINT {name}")
+            self._database.execute_sql(f"SAVEPOINT {name}")
             try:
                 value = operation(tx)
             except BaseException as exc:
                 self._undo(name, exc)
                 raise
-            execute(f"RELEASE SAVEPOINT {name}")
-            registered = tx.callbacks
+            self._database.execute_sql(f"RELEASE SAVEPOINT {name}")
+            registered: list[Callable[[], None]] | None = tx.callbacks
         finally:
             tx.callbacks = collected
-        for callback in registered or ():
-            if outer is not None:
-                outer.after_commit(callback)
-            else:
-                self._after_host_commit(callback)
+        keep = self._after_host_commit if outer is None else outer.after_commit
+        for callback in registered or []:
+            keep(callback)
         return value
 
     def _host_tx(self) -> SQLiteTx | ServerTx:
-        connection = self._database.connection()
         if self._dialect == SQLITE:
-            return SQLiteTx(connection, self._texts)
-        return ServerTx(connection.cursor(), self._dialect, self._texts)
+            return SQLiteTx(self._database.connection(), self._texts)
+        return ServerTx(self._database.cursor(), self._dialect, self._texts)
 
     def _undo(self, name: str, error: BaseException) -> None:
         """Roll back to the savepoint; raises the refusal that a contended SQLite write deserves."""
@@ -106,13 +100,13 @@ class Joining:
     # --- callbacks ---------------------------------------------------------------------------------------------------
 
     def _after_host_commit(self, callback: Callable[[], None]) -> None:
-        if isinstance(self._database.top_transaction(), peewee._manual):
+        if is_manual(self._database):
             raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
         if not self._listening:
             self._database.query_hooks.append(self._heard)
             self._listening = True
         log = self._log()
-        if not any(isinstance(entry, weakref.ref) and entry() for entry in log):
+        if not _any_waits(log):
             log.clear()  # what an earlier transaction left behind
         waiting = _Waiting(callback)
         log.append(weakref.ref(waiting))
@@ -122,6 +116,9 @@ class Joining:
         """After each statement of a host on this Database: follow the savepoints that are opened around callbacks."""
         log = self._log()
         if not log or event.exception is not None:
+            return
+        if not _any_waits(log):
+            log.clear()  # the transaction has ended since
             return
         match = _SAVEPOINT.match(event.sql)
         if match is None:
@@ -147,6 +144,10 @@ class Joining:
         except AttributeError:
             log = self._local.log = []
         return log
+
+
+def _any_waits(log: list[Any]) -> bool:
+    return any(isinstance(entry, weakref.ref) and entry() is not None for entry in log)
 
 
 class _Waiting:

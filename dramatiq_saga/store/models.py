@@ -2,21 +2,25 @@
 
 Invariants that the database itself keeps: a terminal status has its time, an outcome has its claim, counters never fall
 below zero, a sequence is used once per run and table. Rows of a run are keyed by ``(run_id, sequence)``, so a history is
-one contiguous range. Indexes that the hot statements and the sweeps use hold live rows only (partial where the database
-knows partial indexes), so their cost does not grow with finished history.
+one contiguous range. Indexes that hot statements and sweeps use hold live rows only (where the database knows partial
+indexes), so their cost does not grow with finished history, and no index holds a column that changes at every step.
 
 Models serve the schema, tools and cold paths. Every status is written by conditional SQL in the engine (STATUS-1); calling
 ``save()`` on an instance would write the whole row and defeat the fence, so the base class refuses it.
+
+Longer than a module should be because it is the one page that lists every column.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from peewee import (
     SQL,
-    AutoField,
+    BigAutoField,
     BigIntegerField,
     BlobField,
     BooleanField,
@@ -24,12 +28,22 @@ from peewee import (
     Check,
     CompositeKey,
     Database,
+    Field,
     IntegerField,
     Model,
-    MySQLDatabase,
-    SqliteDatabase,
     TextField,
 )
+
+from ..statuses import (
+    ActionStatus,
+    ChildClosePolicy,
+    ChildStatus,
+    CompensationFailurePolicy,
+    CompensationStatus,
+    FlowStatus,
+    RollbackStatus,
+)
+from .sql import MYSQL, POSTGRESQL, SQLITE, dialect_of
 
 #: Longest prefix that still leaves room for table and index names on every database.
 MAX_PREFIX_BYTES = 24
@@ -38,19 +52,10 @@ MAX_PREFIX_BYTES = 24
 ID_LENGTH = 128
 NAME_LENGTH = 191
 
-_LIVE_FLOW = "status IN ('pending', 'running', 'waiting', 'rolling_back')"
-_LIVE_ACTION = "status IN ('pending', 'running', 'failed', 'awaiting_retry')"
-_LIVE_COMPENSATION = "status IN ('pending', 'running')"
-
-
-class PayloadField(BlobField):  # type: ignore[misc]
-    """Encoded values: bytes of any length. LONGBLOB on MySQL and MariaDB, whose BLOB ends at 64 KB."""
-
-    field_type = "SAGA_PAYLOAD"
-
-
-class BinaryCharField(CharField):  # type: ignore[misc]
-    """Text compared byte by byte on every database: two ids that differ only in case are two ids."""
+#: What the partial indexes say of their rows. SQLite uses such an index only for a statement that repeats the text.
+LIVE_FLOW = "status IN ('pending', 'running', 'waiting', 'rolling_back')"
+LIVE_ACTION = "status IN ('pending', 'running', 'failed', 'awaiting_retry')"
+LIVE_COMPENSATION = "status IN ('pending', 'running')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,381 +85,450 @@ class Models:
 TABLES = tuple(Models.__dataclass_fields__)
 
 
-def build(database: Database, prefix: str) -> Models:
-    """The models of one store. ``prefix`` goes before every table and index name."""
-    if len(prefix.encode()) > MAX_PREFIX_BYTES or not (prefix.replace("_", "a").isalnum() or prefix == "") or prefix[:1].isdigit():
+class Row(Model):
+    """Base of all models."""
+
+    def save(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it writes every column, whatever has happened to the row since it was read."""
+        raise TypeError("rows are written by conditional statements only (STATUS-1); use update() or insert()")
+
+
+class _LongText(TextField):
+    """differs because: TEXT ends at 64 KB on MySQL and MariaDB."""
+
+    field_type = "LONGTEXT"
+
+
+class _LongBlob(BlobField):
+    """differs because: BLOB ends at 64 KB on MySQL and MariaDB."""
+
+    field_type = "LONGBLOB"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index: its columns, which rows it holds, and what leads it where there are no partial indexes."""
+
+    name: str
+    columns: tuple[str, ...]
+    where: str | None = None
+    unique: bool = False
+    leading: str | None = None
+
+
+def index(name: str, *columns: str, where: str | None = None, unique: bool = False, leading: str | None = None) -> Index:
+    """An :class:`Index`; ``where`` makes it partial."""
+    return Index(name, columns, where, unique, leading)
+
+
+def one_of(column: str, *words: str) -> str:
+    """A check constraint's text."""
+    return f"{column} IN ({', '.join(repr(str(word)) for word in words)})"
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a table prefix that some database could not take."""
+    if len(prefix.encode()) > MAX_PREFIX_BYTES or not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", prefix):
         raise ValueError(
             f"schema.table_prefix {prefix!r} must be letters, digits and underscores, not start with a digit, "
             f"and take at most {MAX_PREFIX_BYTES} bytes"
         )
-    mysql = isinstance(database, MySQLDatabase)
-    sqlite = isinstance(database, SqliteDatabase)
-    payload = "LONGBLOB" if mysql else "BYTEA" if not sqlite else "BLOB"
-    database.field_types = {**database.field_types, "SAGA_PAYLOAD": payload} if hasattr(database, "field_types") else {}
-    if hasattr(database, "_field_types"):
-        database._field_types = {**database._field_types, "SAGA_PAYLOAD": payload}
 
-    def ident(length: int = NAME_LENGTH, **options: Any) -> BinaryCharField:
-        return BinaryCharField(max_length=length, collation="utf8mb4_bin" if mysql else None, **options)
 
-    def one_of(column: str, *words: str) -> Check:
-        return Check(f"{column} IN ({', '.join(repr(word) for word in words)})")
+def build(database: Database, prefix: str) -> Models:
+    """The models of one store. ``prefix`` goes before every table and index name."""
+    check_prefix(prefix)
+    dialect = dialect_of(database)
+    # Text compared byte by byte on every database: two ids that differ only in case are two ids, in one order everywhere.
+    collation = {SQLITE: None, POSTGRESQL: '"C"', MYSQL: "utf8mb4_bin"}[dialect]
 
-    class Row(Model):  # type: ignore[misc]
-        class Meta:
-            pass
+    def ident(length: int = NAME_LENGTH, **options: Any) -> Field:
+        return CharField(max_length=length, collation=collation, **options)
 
-        def save(self, *args: Any, **kwargs: Any) -> NoReturn:
-            raise TypeError("rows are written by conditional statements only (STATUS-1); use update() or insert()")
+    def integer(**options: Any) -> Field:
+        return IntegerField(**options)
 
-    Row._meta.database = database
+    def ms(**options: Any) -> Field:  # a time: milliseconds since the epoch, UTC
+        return BigIntegerField(**options)
 
-    def meta(name: str, key: CompositeKey | None = None, checks: list[Any] | None = None, **extra: Any) -> type:
-        options: dict[str, Any] = {
-            "database": database, "table_name": prefix + name, "constraints": checks or [], "legacy_table_names": False,
+    def flag() -> Field:
+        return BooleanField(default=False)
+
+    def text(**options: Any) -> Field:
+        return _LongText(**options) if dialect == MYSQL else TextField(**options)
+
+    def payload(**options: Any) -> Field:  # an encoded value: bytes of any length
+        return _LongBlob(**options) if dialect == MYSQL else BlobField(**options)
+
+    def table(
+        name: str, /, *, checks: Sequence[str] = (), indexes: Sequence[Index] = (), key: Sequence[str] = (), **columns: Field
+    ) -> type[Model]:
+        constraints: list[Any] = [Check(text) for text in checks]
+        if dialect == MYSQL:
+            # differs because: MySQL and MariaDB commit each statement of a schema by itself. Created together with its
+            # table, an index cannot be missing after an interrupted migration.
+            constraints += [SQL(f"{'UNIQUE ' * one.unique}INDEX {prefix}{one.name} ({_mysql_columns(one)})") for one in indexes]
+        meta: dict[str, Any] = {
+            "database": database,
+            "table_name": prefix + name,
+            "constraints": constraints,
+            "legacy_table_names": False,
         }
-        if key is not None:
-            options["primary_key"] = key
-            if sqlite:
-                options["without_rowid"] = True
-        options.update(extra)
-        return type("Meta", (), options)
+        if key:
+            meta["primary_key"] = CompositeKey(*key)
+            # One tree instead of a table and the index of its key; but only where rows are small: beyond a quarter of a
+            # page such a tree keeps the rest of a row on pages of its own.
+            meta["without_rowid"] = dialect == SQLITE and not any(isinstance(column, BlobField) for column in columns.values())
+        model = cast("type[Model]", type(name, (Row,), {"__doc__": None, **columns, "Meta": type("Meta", (), meta)}))
+        for one in indexes if dialect != MYSQL else ():
+            model.add_index(
+                SQL(
+                    f"CREATE {'UNIQUE ' * one.unique}INDEX IF NOT EXISTS {prefix}{one.name} ON {prefix}{name} "
+                    f"({', '.join(one.columns)})" + (f" WHERE {one.where}" if one.where else "")
+                )
+            )
+        return model
 
-    by_sequence = CompositeKey("run_id", "sequence")
+    by_sequence = ("run_id", "sequence")
 
-    class FlowRun(Row):
-        id = ident(ID_LENGTH, primary_key=True)
-        workflow = ident()
-        version = ident(64, null=True)
-        queue = ident()
-        priority = IntegerField(null=True)
-        options = TextField(null=True)  # JSON: Dramatiq options for the run's own messages
-        args = PayloadField()
-        args_digest = ident(64)
-        context = PayloadField(null=True)
-        status = ident(16)
-        rollback = ident(8, default="none")
-        ends_as = ident(16, null=True)  # the terminal status that the rollback in progress leads to
-        revision = IntegerField(default=0)
-        wakes = IntegerField(default=0)
-        wakes_seen = IntegerField(default=0)
-        woken_at = BigIntegerField(null=True)
-        result = PayloadField(null=True)
-        error = TextField(null=True)  # JSON: what ended the run (codec.describe_error)
-        rollback_error = TextField(null=True)  # JSON: what halted or marred the rollback, beside the error
-        reason = TextField(null=True)  # an operator's words
-        hold_error = TextField(null=True)  # JSON: why drives are held off (HISTORY-1, COMP-3, EXPIRE-2)
-        hold_count = IntegerField(default=0)
-        hold_until = BigIntegerField(null=True)
-        expires_at = BigIntegerField(null=True)
-        expiry_attempts = IntegerField(default=0)
-        parent_id = ident(ID_LENGTH, null=True)
-        parent_sequence = IntegerField(null=True)
-        close_request = ident(8, null=True)  # CHILD-3: cancel | fail, asked for by the parent
-        sent_at = BigIntegerField(null=True)
-        repair_attempts = IntegerField(default=0)
-        repair_after = BigIntegerField(null=True)
-        created_at = BigIntegerField()
-        started_at = BigIntegerField(null=True)
-        ended_at = BigIntegerField(null=True)
-        Meta = meta(
-            "flow_runs",
-            checks=[
-                one_of("status", "pending", "running", "waiting", "rolling_back", "completed", "failed", "cancelled", "expired"),
-                one_of("rollback", "none", "running", "halted", "done"),
-                Check(f"({_LIVE_FLOW}) = (ended_at IS NULL)"),
-                Check("status <> 'rolling_back' OR ends_as IS NOT NULL"),
-                Check("wakes_seen <= wakes"),
-            ],
-        )
+    flow_runs = table(
+        "flow_runs",
+        id=ident(ID_LENGTH, primary_key=True),
+        workflow=ident(),
+        version=ident(64, null=True),
+        queue=ident(),
+        priority=integer(null=True),
+        status=ident(16),
+        rollback=ident(8, default="none"),
+        ends_as=ident(16, null=True),  # the terminal status that the rollback in progress leads to
+        revision=integer(default=0),
+        wakes=integer(default=0),
+        wakes_seen=integer(default=0),
+        woken_at=ms(null=True),
+        hold_count=integer(default=0),
+        hold_until=ms(null=True),
+        expires_at=ms(null=True),
+        expiry_attempts=integer(default=0),
+        parent_id=ident(ID_LENGTH, null=True),
+        parent_sequence=integer(null=True),
+        close_request=ident(8, null=True),  # CHILD-3: cancel | fail, asked for by the parent
+        sent_at=ms(null=True),
+        repair_attempts=integer(default=0),
+        repair_after=ms(null=True),
+        created_at=ms(),
+        started_at=ms(null=True),
+        ended_at=ms(null=True),
+        args_digest=ident(64),
+        options=text(null=True),  # JSON: Dramatiq options for the run's own messages
+        reason=text(null=True),  # an operator's words
+        error=text(null=True),  # JSON: what ended the run (codec.describe_error)
+        rollback_error=text(null=True),  # JSON: what halted or marred the rollback, beside the error
+        hold_error=text(null=True),  # JSON: why drives are held off (HISTORY-1, COMP-3, EXPIRE-2)
+        args=payload(),
+        context=payload(null=True),
+        result=payload(null=True),
+        checks=[
+            one_of("status", *FlowStatus),
+            one_of("rollback", *RollbackStatus),
+            f"({LIVE_FLOW}) = (ended_at IS NULL)",
+            "status <> 'rolling_back' OR ends_as IS NOT NULL",
+            "wakes_seen <= wakes",
+        ],
+        indexes=[
+            index("flow_created", "created_at", "id"),
+            index("flow_status", "status", "created_at", "id"),
+            index("flow_unseen", "woken_at", where=f"wakes > wakes_seen AND {LIVE_FLOW}", leading="status"),
+            index("flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {LIVE_FLOW}", leading="status"),
+            index("flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE_FLOW}", leading="status"),
+            index("flow_children", "parent_id", where="parent_id IS NOT NULL"),
+            index("flow_ended", "ended_at", where="ended_at IS NOT NULL"),
+        ],
+    )
 
-    class ActionRun(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()
-        block = IntegerField(null=True)  # sequence of the block that this step belongs to
-        position = IntegerField(null=True)  # its place in that block
-        actor = ident()
-        queue = ident()
-        priority = IntegerField(null=True)
-        options = TextField(null=True)  # JSON: with_options
-        args = PayloadField()  # encoded [args, kwargs]
-        status = ident(16)
-        given_up = BooleanField(default=False)
-        attempts = IntegerField(default=0)  # claims ever made: the fencing token
-        tries = IntegerField(default=0)  # native tries spent in this cycle
-        claims = IntegerField(default=0)  # claims since the last outcome (RECLAIM-6)
-        max_claims = IntegerField(null=True)
-        cycle = IntegerField(default=0)
-        retry_policy = TextField(null=True)  # JSON: retry on signal
-        optional = BooleanField(default=False)
-        fallback = PayloadField(null=True)
-        result = PayloadField(null=True)
-        error = TextField(null=True)  # JSON (codec.describe_error)
-        worker_id = ident(64, null=True)
-        delivery = ident(64, null=True)  # the message that made the claim: tells an orphan from a rival (CLAIM-2)
-        next_try_at = BigIntegerField(null=True)
-        time_limit_at = BigIntegerField(null=True)
-        reclaim_stale_after_seconds = IntegerField(null=True)
-        reclaim_stale_at = BigIntegerField(null=True)
-        comp_actor = ident(null=True)
-        comp_args = PayloadField(null=True)
-        comp_options = TextField(null=True)
-        comp_from_result = BooleanField(default=False)  # built from the result: comp_args follow once a drive saw it
-        comp_on_self_failure = BooleanField(default=False)
-        comp_policy = ident(8, null=True)
-        comp_group = IntegerField(null=True)  # sequence of the saga group
-        comp_parallel = BooleanField(default=False)
-        comp_reclaim_stale_after_seconds = IntegerField(null=True)
-        expires_at = BigIntegerField(null=True)
-        sent_at = BigIntegerField(null=True)
-        repair_attempts = IntegerField(default=0)
-        repair_after = BigIntegerField(null=True)
-        created_at = BigIntegerField()
-        started_at = BigIntegerField(null=True)
-        ended_at = BigIntegerField(null=True)
-        Meta = meta(
-            "action_runs",
-            key=by_sequence,
-            checks=[
-                one_of(
-                    "status", "pending", "running", "completed", "failed", "awaiting_retry", "optional_failed", "expired", "cancelled"
-                ),
-                Check("status <> 'running' OR (started_at IS NOT NULL AND attempts > 0)"),
-                Check("status NOT IN ('completed', 'optional_failed', 'expired', 'cancelled') OR ended_at IS NOT NULL"),
-                Check("attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0"),
-            ],
-        )
+    action_runs = table(
+        "action_runs",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),
+        block=integer(null=True),  # sequence of the block that this step belongs to
+        position=integer(null=True),  # its place in that block
+        actor=ident(),
+        queue=ident(),
+        priority=integer(null=True),
+        status=ident(16),
+        given_up=flag(),
+        attempts=integer(default=0),  # claims ever made: the fencing token
+        tries=integer(default=0),  # native tries spent in this cycle
+        claims=integer(default=0),  # claims since the last outcome (RECLAIM-6)
+        max_claims=integer(null=True),
+        cycle=integer(default=0),
+        optional=flag(),
+        worker_id=ident(64, null=True),
+        delivery=ident(64, null=True),  # the message that made the claim: tells an orphan from a rival (CLAIM-2)
+        next_try_at=ms(null=True),
+        time_limit_at=ms(null=True),
+        reclaim_stale_after_seconds=integer(null=True),
+        reclaim_stale_at=ms(null=True),
+        comp_actor=ident(null=True),
+        comp_from_result=flag(),  # built from the result: comp_args follow once a drive saw it
+        comp_on_self_failure=flag(),
+        comp_policy=ident(8, null=True),
+        comp_group=integer(null=True),  # sequence of the saga group
+        comp_parallel=flag(),
+        comp_reclaim_stale_after_seconds=integer(null=True),
+        expires_at=ms(null=True),
+        sent_at=ms(null=True),
+        repair_attempts=integer(default=0),
+        repair_after=ms(null=True),
+        created_at=ms(),
+        started_at=ms(null=True),
+        ended_at=ms(null=True),
+        options=text(null=True),  # JSON: with_options
+        retry_policy=text(null=True),  # JSON: retry on signal
+        comp_options=text(null=True),
+        error=text(null=True),  # JSON (codec.describe_error)
+        args=payload(),  # encoded [args, kwargs]
+        comp_args=payload(null=True),
+        fallback=payload(null=True),
+        result=payload(null=True),
+        checks=[
+            one_of("status", *ActionStatus),
+            "status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)",
+            "status NOT IN ('completed', 'optional_failed', 'expired', 'cancelled') OR ended_at IS NOT NULL",
+            "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
+        ],
+        indexes=[
+            index("action_live", "run_id", "sequence", where=LIVE_ACTION, leading="status"),
+            index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE_ACTION}", leading="status"),
+        ],
+    )
 
-    class CompensationRun(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()  # of the step that it undoes
-        level = IntegerField()  # levels run one after another, from 0
-        actor = ident()
-        queue = ident()
-        priority = IntegerField(null=True)
-        options = TextField(null=True)
-        args = PayloadField()
-        undoes = ident(16)
-        undoes_key = ident(NAME_LENGTH)
-        policy = ident(8)
-        status = ident(16)
-        given_up = BooleanField(default=False)
-        attempts = IntegerField(default=0)
-        tries = IntegerField(default=0)
-        claims = IntegerField(default=0)
-        error = TextField(null=True)
-        worker_id = ident(64, null=True)
-        delivery = ident(64, null=True)
-        not_before = BigIntegerField(null=True)  # COMP-9: no refund before the charge has reported
-        next_try_at = BigIntegerField(null=True)
-        reclaim_stale_after_seconds = IntegerField(null=True)
-        reclaim_stale_at = BigIntegerField(null=True)
-        sent_at = BigIntegerField(null=True)
-        repair_attempts = IntegerField(default=0)
-        repair_after = BigIntegerField(null=True)
-        created_at = BigIntegerField()
-        started_at = BigIntegerField(null=True)
-        ended_at = BigIntegerField(null=True)
-        Meta = meta(
-            "compensation_runs",
-            key=by_sequence,
-            checks=[
-                one_of("status", "pending", "running", "completed", "failed"),
-                one_of("undoes", "completed", "failed", "unknown"),
-                one_of("policy", "stop", "continue"),
-                Check("status <> 'running' OR (started_at IS NOT NULL AND attempts > 0)"),
-                Check("status <> 'completed' OR ended_at IS NOT NULL"),
-                Check("attempts >= 0 AND tries >= 0 AND claims >= 0"),
-            ],
-        )
+    compensation_runs = table(
+        "compensation_runs",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),  # of the step that it undoes
+        level=integer(),  # levels run one after another, from 0
+        actor=ident(),
+        queue=ident(),
+        priority=integer(null=True),
+        undoes=ident(16),
+        undoes_key=ident(),
+        policy=ident(8),
+        status=ident(16),
+        given_up=flag(),
+        attempts=integer(default=0),
+        tries=integer(default=0),
+        claims=integer(default=0),
+        worker_id=ident(64, null=True),
+        delivery=ident(64, null=True),
+        not_before=ms(null=True),  # COMP-9: no refund before the charge has reported
+        next_try_at=ms(null=True),
+        reclaim_stale_after_seconds=integer(null=True),
+        reclaim_stale_at=ms(null=True),
+        sent_at=ms(null=True),
+        repair_attempts=integer(default=0),
+        repair_after=ms(null=True),
+        created_at=ms(),
+        started_at=ms(null=True),
+        ended_at=ms(null=True),
+        options=text(null=True),
+        error=text(null=True),
+        args=payload(),
+        checks=[
+            one_of("status", *CompensationStatus),
+            one_of("undoes", "completed", "failed", "unknown"),
+            one_of("policy", *CompensationFailurePolicy),
+            "status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)",
+            "status <> 'completed' OR ended_at IS NOT NULL",
+            "attempts >= 0 AND tries >= 0 AND claims >= 0",
+        ],
+        indexes=[index("comp_live", "run_id", "sequence", where=LIVE_COMPENSATION, leading="status")],
+    )
 
-    class Block(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()
-        kind = ident(16)  # parallel | saga | level
-        size = IntegerField()
-        policy = ident(24, null=True)
-        max_in_flight = IntegerField(null=True)
-        group_id = ident(64, null=True)
-        closed_early_at = BigIntegerField(null=True)
-        created_at = BigIntegerField()
-        ended_at = BigIntegerField(null=True)
-        Meta = meta("blocks", key=by_sequence, checks=[Check("size >= 0")])
+    blocks = table(
+        "blocks",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),
+        kind=ident(16),  # parallel | saga | level
+        size=integer(),
+        policy=ident(24, null=True),
+        max_in_flight=integer(null=True),
+        group_id=ident(64, null=True),
+        closed_early_at=ms(null=True),
+        created_at=ms(),
+        ended_at=ms(null=True),
+        checks=["size >= 0"],
+    )
 
-    class Wait(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()
-        kind = ident(8)  # signal | timer | retry
-        name = ident(null=True)
-        status = ident(16)
-        due_at = BigIntegerField(null=True)
-        signal_id = BigIntegerField(null=True)
-        payload = PayloadField(null=True)
-        created_at = BigIntegerField()
-        ended_at = BigIntegerField(null=True)
-        Meta = meta(
-            "waits",
-            key=by_sequence,
-            checks=[
-                one_of("status", "waiting", "consumed", "timed_out", "cancelled"),
-                Check("(status = 'waiting') = (ended_at IS NULL)"),
-            ],
-        )
+    waits = table(
+        "waits",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),
+        kind=ident(8),  # signal | timer | retry
+        name=ident(null=True),
+        status=ident(16),
+        due_at=ms(null=True),
+        signal_id=BigIntegerField(null=True),
+        created_at=ms(),
+        ended_at=ms(null=True),
+        payload=payload(null=True),
+        checks=[one_of("status", "waiting", "consumed", "timed_out", "cancelled"), "(status = 'waiting') = (ended_at IS NULL)"],
+        indexes=[
+            index("wait_due", "due_at", where="status = 'waiting'", leading="status"),
+            index("wait_name", "name", where="status = 'waiting'", leading="status"),
+        ],
+    )
 
-    class Signal(Row):
-        id = AutoField()
-        run_id = ident(ID_LENGTH)
-        name = ident()
-        dedup_key = ident(null=True)
-        payload = PayloadField()
-        status = ident(16)
-        received_at = BigIntegerField()
-        ended_at = BigIntegerField(null=True)
-        Meta = meta("signals", checks=[one_of("status", "received", "consumed", "cancelled")])
+    signals = table(
+        "signals",
+        id=BigAutoField(),
+        run_id=ident(ID_LENGTH),
+        name=ident(),
+        dedup_key=ident(null=True),
+        status=ident(16),
+        received_at=ms(),
+        ended_at=ms(null=True),
+        payload=payload(),
+        checks=[one_of("status", "received", "consumed", "cancelled")],
+        indexes=[
+            index("signal_run", "run_id", "name", "id"),
+            index("signal_key", "run_id", "dedup_key", where="dedup_key IS NOT NULL", unique=True),
+        ],
+    )
 
-    class Child(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()
-        child_id = ident(ID_LENGTH)
-        workflow = ident()
-        block = IntegerField(null=True)
-        position = IntegerField(null=True)
-        status = ident(16)
-        close_policy = ident(8)
-        cycle = IntegerField(default=0)
-        retry_policy = TextField(null=True)
-        optional = BooleanField(default=False)
-        args = PayloadField()
-        result = PayloadField(null=True)
-        error = TextField(null=True)
-        comp_actor = ident(null=True)
-        comp_args = PayloadField(null=True)
-        comp_options = TextField(null=True)
-        comp_policy = ident(8, null=True)
-        created_at = BigIntegerField()
-        ended_at = BigIntegerField(null=True)
-        Meta = meta(
-            "children",
-            key=by_sequence,
-            checks=[
-                one_of("status", "pending", "running", "awaiting_retry", "completed", "failed", "expired", "cancelled"),
-                one_of("close_policy", "abandon", "cancel", "fail"),
-            ],
-        )
+    children = table(
+        "children",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),
+        child_id=ident(ID_LENGTH),
+        workflow=ident(),
+        block=integer(null=True),
+        position=integer(null=True),
+        status=ident(16),
+        close_policy=ident(8),
+        cycle=integer(default=0),
+        optional=flag(),
+        comp_actor=ident(null=True),
+        comp_policy=ident(8, null=True),
+        created_at=ms(),
+        ended_at=ms(null=True),
+        retry_policy=text(null=True),
+        comp_options=text(null=True),
+        error=text(null=True),
+        args=payload(),
+        comp_args=payload(null=True),
+        result=payload(null=True),
+        checks=[
+            one_of("status", *ChildStatus),
+            one_of("close_policy", *ChildClosePolicy),
+        ],
+        indexes=[index("child_run", "child_id")],
+    )
 
-    class SideEffect(Row):
-        run_id = ident(ID_LENGTH)
-        sequence = IntegerField()
-        name = ident()
-        value = PayloadField()
-        created_at = BigIntegerField()
-        Meta = meta("side_effects", key=by_sequence)
+    side_effects = table(
+        "side_effects",
+        key=by_sequence,
+        run_id=ident(ID_LENGTH),
+        sequence=integer(),
+        name=ident(),
+        created_at=ms(),
+        value=payload(),
+    )
 
-    class Tag(Row):
-        run_id = ident(ID_LENGTH)
-        name = ident()
-        value = ident(null=True)
-        Meta = meta("tags", key=CompositeKey("run_id", "name"))
+    tags = table(
+        "tags",
+        key=("run_id", "name"),
+        run_id=ident(ID_LENGTH),
+        name=ident(),
+        value=ident(null=True),
+        indexes=[index("tag_value", "name", "value")],
+    )
 
-    class FlowEvent(Row):
-        id = AutoField() if not mysql else _BigAuto()
-        run_id = ident(ID_LENGTH)
-        at = BigIntegerField()
-        type = ident(40)
-        sequence = IntegerField(null=True)
-        name = ident(null=True)
-        attempt = IntegerField(null=True)
-        detail = TextField(null=True)
-        Meta = meta("flow_events")
+    flow_events = table(
+        "flow_events",
+        id=BigAutoField(),
+        run_id=ident(ID_LENGTH),
+        at=ms(),
+        type=ident(40),
+        sequence=integer(null=True),
+        name=ident(null=True),
+        attempt=integer(null=True),
+        detail=text(null=True),
+        indexes=[index("event_run", "run_id", "id")],
+    )
 
-    class WorkerRow(Row):
-        id = ident(64, primary_key=True)
-        host = ident()
-        pid = IntegerField()
-        started_at = BigIntegerField()
-        seen_at = BigIntegerField()
-        Meta = meta("workers")
+    workers = table("workers", id=ident(64, primary_key=True), host=ident(), pid=integer(), started_at=ms(), seen_at=ms())
 
-    class QueueMessage(Row):
-        id = AutoField() if not sqlite else AutoField(constraints=[SQL("AUTOINCREMENT")])
-        queue = ident()
-        state = IntegerField(default=0)  # 0 ready, 1 delayed, 2 reserved, 3 dead
-        priority = IntegerField(default=0)
-        available_at = BigIntegerField()
-        reserved_at = BigIntegerField(null=True)
-        lease_until = BigIntegerField(null=True)
-        attempts = IntegerField(default=0)
-        actor = ident()
-        message_id = ident(64)
-        message = PayloadField()
-        enqueued_at = BigIntegerField()  # the age that orders reservations (QUEUE-1)
-        died_at = BigIntegerField(null=True)
-        reason = TextField(null=True)
-        Meta = meta(
-            "messages",
-            checks=[
-                Check("state IN (0, 1, 2, 3)"),
-                Check("(state = 2) = (reserved_at IS NOT NULL AND lease_until IS NOT NULL)"),
-                Check("(state = 3) = (died_at IS NOT NULL)"),
-                Check("attempts >= 0"),
-            ],
-        )
+    messages = table(
+        "messages",
+        # A row's id is never used again: a second acknowledgement of one message cannot meet another message's row.
+        id=BigAutoField(constraints=[SQL("AUTOINCREMENT")] if dialect == SQLITE else None),
+        queue=ident(),
+        state=integer(default=0),  # 0 ready, 1 delayed, 2 reserved, 3 dead
+        priority=integer(default=0),
+        available_at=ms(),
+        reserved_at=ms(null=True),
+        lease_until=ms(null=True),
+        attempts=integer(default=0),
+        actor=ident(),
+        message_id=ident(64),
+        enqueued_at=ms(),  # the age that orders reservations (QUEUE-1)
+        died_at=ms(null=True),
+        reason=text(null=True),
+        message=payload(),
+        checks=[
+            "state IN (0, 1, 2, 3)",
+            "(state = 2) = (reserved_at IS NOT NULL AND lease_until IS NOT NULL)",
+            "(state = 3) = (died_at IS NOT NULL)",
+            "attempts >= 0",
+        ],
+        indexes=[
+            index("queue_ready", "queue", "priority", "enqueued_at", "id", where="state = 0", leading="state"),
+            index("queue_delayed", "queue", "available_at", where="state = 1", leading="state"),
+            index("queue_leased", "queue", "lease_until", where="state = 2", leading="state"),
+            index("queue_dead", "died_at", where="state = 3", leading="state"),
+        ],
+    )
 
-    class RateLimit(Row):
-        id = ident(NAME_LENGTH, primary_key=True)
-        value = BigIntegerField()
-        expires_at = BigIntegerField()
-        Meta = meta("rate_limits")
+    rate_limits = table(
+        "rate_limits",
+        id=ident(primary_key=True),
+        value=BigIntegerField(),
+        expires_at=ms(),
+        indexes=[index("rate_expiry", "expires_at")],
+    )
 
-    class Result(Row):
-        id = ident(NAME_LENGTH, primary_key=True)
-        value = PayloadField()
-        expires_at = BigIntegerField()
-        Meta = meta("results")
-
-    def index(model: type[Model], name: str, *columns: str, where: str | None = None, unique: bool = False) -> None:
-        # differs because: MySQL and MariaDB have no partial indexes; there the column that the predicate asks for leads the
-        # key instead, so that a look-up (or a row lock) still touches live rows only
-        names = list(columns)
-        for leading in ("status", "state"):
-            if mysql and where is not None and leading + " " in where and leading not in names:
-                names.insert(0, leading)
-        unique_sql = "UNIQUE " if unique else ""
-        predicate = f" WHERE {where}" if where and not mysql else ""
-        exists = "" if mysql else "IF NOT EXISTS "
-        table, columns_sql = prefix + model._meta.table_name[len(prefix):], ", ".join(names)
-        model.add_index(SQL(f"CREATE {unique_sql}INDEX {exists}{prefix}{name} ON {table} ({columns_sql}){predicate}"))
-
-    index(FlowRun, "flow_by_status", "status", "created_at")
-    index(FlowRun, "flow_unseen", "woken_at", where=f"wakes > wakes_seen AND {_LIVE_FLOW}")
-    index(FlowRun, "flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {_LIVE_FLOW}")
-    index(FlowRun, "flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {_LIVE_FLOW}")
-    index(FlowRun, "flow_children", "parent_id", where="parent_id IS NOT NULL")
-    index(FlowRun, "flow_ended", "ended_at", where="ended_at IS NOT NULL")
-    index(ActionRun, "action_live", "run_id", "sequence", where=_LIVE_ACTION)
-    index(ActionRun, "action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {_LIVE_ACTION}")
-    index(CompensationRun, "comp_live", "run_id", "sequence", where=_LIVE_COMPENSATION)
-    index(Wait, "wait_due", "due_at", where="status = 'waiting'")
-    index(Wait, "wait_name", "name", where="status = 'waiting'")
-    index(Signal, "signal_inbox", "run_id", "name", "id", where="status = 'received'")
-    index(Signal, "signal_key", "run_id", "dedup_key", unique=True)
-    index(Child, "child_run", "child_id")
-    index(Tag, "tag_value", "name", "value")
-    index(FlowEvent, "event_run", "run_id", "id")
-    index(QueueMessage, "queue_ready", "queue", "priority", "enqueued_at", "id", where="state = 0")
-    index(QueueMessage, "queue_delayed", "queue", "available_at", where="state = 1")
-    index(QueueMessage, "queue_leased", "queue", "lease_until", where="state = 2")
-    index(QueueMessage, "queue_dead", "died_at", where="state = 3")
-    index(RateLimit, "rate_expiry", "expires_at")
-    index(Result, "result_expiry", "expires_at")
+    results = table(
+        "results",
+        id=ident(primary_key=True),
+        expires_at=ms(),
+        value=payload(),
+        indexes=[index("result_expiry", "expires_at")],
+    )
 
     return Models(
-        FlowRun, ActionRun, CompensationRun, Block, Wait, Signal, Child, SideEffect, Tag, FlowEvent, WorkerRow, QueueMessage,
-        RateLimit, Result,
+        flow_runs,
+        action_runs,
+        compensation_runs,
+        blocks,
+        waits,
+        signals,
+        children,
+        side_effects,
+        tags,
+        flow_events,
+        workers,
+        messages,
+        rate_limits,
+        results,
     )
 
 
-def _BigAuto() -> Any:
-    from peewee import BigAutoField
-
-    return BigAutoField()
+def _mysql_columns(one: Index) -> str:
+    # differs because: there are no partial indexes; the column that the predicate names leads, where it says so
+    columns = one.columns if one.leading is None else (one.leading, *one.columns)
+    return ", ".join(columns)

@@ -19,7 +19,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from peewee import SqliteDatabase
 
@@ -95,7 +95,7 @@ def run_root(database: SqliteDatabase, body: Callable[[], T]) -> Outcome[T]:
     """
     if database.is_closed() or database.transaction_depth():
         return Outcome(Verdict.NOT_ROOT, "begin")
-    connection = cast("sqlite3.Connection", database.connection())
+    connection: sqlite3.Connection = database.connection()
     if connection.in_transaction:
         return Outcome(Verdict.NOT_ROOT, "begin")
     pid = os.getpid()
@@ -152,6 +152,6 @@ def _clean(database: SqliteDatabase, connection: sqlite3.Connection, pid: int) -
         pass
 
 
-def _pop(database: SqliteDatabase, marker: Any) -> None:
+def _pop(database: SqliteDatabase, marker: object) -> None:
     if database.top_transaction() is marker:
         database.pop_transaction()

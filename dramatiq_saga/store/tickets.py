@@ -25,13 +25,25 @@ logger = logging.getLogger("dramatiq_saga")
 class Ticket(Generic[T]):
     """The outcome to come of one operation."""
 
-    __slots__ = ("_callbacks", "_chance", "_done", "_error", "_value", "_woken", "control", "executed", "operation", "produced", "read")
+    __slots__ = (
+        "_callbacks",
+        "_chance",
+        "_done",
+        "_error",
+        "_value",
+        "_woken",
+        "control",
+        "executed",
+        "operation",
+        "produced",
+        "read",
+    )
 
-    def __init__(self, operation: Callable[[Tx], T], *, control: Callable[[], T] | None = None) -> None:
+    def __init__(self, operation: Callable[[Tx], T], *, control: Callable[[], T] | None = None, read: bool = False) -> None:
         self.operation = operation
         self.control = control
+        self.read = read
         self.executed = False
-        self.read = False
         self.produced: tuple[Any, list[Callable[[], None]] | None] = (None, None)
         # One token, taken by the engine thread to start or by the caller to withdraw: list.pop() is atomic, so exactly
         # one of them gets it (test_withdrawn_operation_is_never_executed).

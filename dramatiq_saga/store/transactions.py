@@ -11,8 +11,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-import peewee
-
+from .peewee_internals import driver_errors
 from .sql import SQLITE, Statements
 
 
@@ -49,9 +48,9 @@ class Tx(Protocol):
 
 def reraise_as_peewee() -> NoReturn:
     """From an ``except`` block: raise Peewee's class for the driver's error at hand, the original in ``orig``."""
-    with peewee.__exception_wrapper__:
-        raise  # noqa: PLE0704 - the caller's except block holds the exception
-    raise AssertionError  # pragma: no cover
+    with driver_errors:
+        raise  # the exception that the caller's except block handles
+    raise AssertionError("unreachable")
 
 
 def as_peewee(error: BaseException) -> BaseException:
@@ -59,7 +58,7 @@ def as_peewee(error: BaseException) -> BaseException:
     if not isinstance(error, sqlite3.Error):
         return error
     try:
-        with peewee.__exception_wrapper__:
+        with driver_errors:
             raise error
     except BaseException as wrapped:
         return wrapped
@@ -118,7 +117,7 @@ class ServerTx:
 
     def run(self, sql: str, params: Sequence[object] = ()) -> int:
         cursor = self._cursor
-        with peewee.__exception_wrapper__:
+        with driver_errors:
             cursor.execute(self._texts[sql], params)
             changed: int = cursor.rowcount
             if cursor.description is not None:
@@ -127,10 +126,10 @@ class ServerTx:
 
     def all(self, sql: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         cursor = self._cursor
-        with peewee.__exception_wrapper__:
+        with driver_errors:
             cursor.execute(self._texts[sql], params)
-            return list(cursor.fetchall())
-        raise AssertionError  # pragma: no cover
+            rows: list[tuple[Any, ...]] = list(cursor.fetchall())
+        return rows
 
     def one(self, sql: str, params: Sequence[object] = ()) -> tuple[Any, ...] | None:
         rows = self.all(sql, params)

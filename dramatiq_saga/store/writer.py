@@ -25,16 +25,21 @@ from typing import Any
 from peewee import SqliteDatabase
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
-from .connections import Connector, file_of, keep_inherited, same_file
+from .connections import Connector, file_of, same_file
+from .peewee_internals import adopt, forget, keep_inherited
 from .rollback_proof import Outcome, Verdict, run_root
 from .sql import Statements
 from .tickets import Ticket
 from .transactions import SQLiteTx
+from .turnstile import Turnstile
 
 logger = logging.getLogger("dramatiq_saga")
 
 #: Operations that share one transaction at most.
 MAX_BATCH = 64
+
+#: The side file that writers of several processes take turns at, beside the database; it stays empty.
+TURNSTILE_SUFFIX = "-turn"
 
 #: How often the writer looks whether its file is still the one at the path, seconds.
 FILE_CHECK_INTERVAL = 1.0
@@ -43,8 +48,8 @@ FILE_CHECK_INTERVAL = 1.0
 class Writer:
     """The way to the writer thread, which it starts when there is something to write.
 
-    ``prepare`` is called on that thread before a batch and sees to the schema; ``local.tx`` is set there to the transaction
-    object, so that a call from inside an operation finds it.
+    ``prepare`` is called on that thread before a batch and sees to the schema; ``moved`` when the file is another one.
+    ``local.tx`` is set there to the transaction object, so that a call from inside an operation finds it.
     """
 
     def __init__(
@@ -54,12 +59,14 @@ class Writer:
         texts: Statements,
         *,
         prepare: Callable[[], None],
+        moved: Callable[[], None],
         local: threading.local,
     ) -> None:
         self.database = database
         self.connector = connector
         self.texts = texts
         self.prepare = prepare
+        self.moved = moved
         self.local = local
         self._thread: _WriterThread | None = None
         self._lock = Lock()
@@ -84,6 +91,8 @@ class Writer:
 
     def abandon(self) -> None:
         """In a forked child: the thread is gone, and its connection is the parent's."""
+        if self._thread is not None:
+            self._thread.abandon()
         keep_inherited(self._thread)
         self._thread = None
         self._lock = Lock()
@@ -120,6 +129,7 @@ class _WriterThread(Thread):
         self._tx: SQLiteTx
         self._batch: list[Ticket[Any]] = []
         self._last = False
+        self._turnstile: Turnstile | None = None
         self._file: tuple[int, int] | None = None
         self._looked_at = 0.0
 
@@ -140,6 +150,11 @@ class _WriterThread(Thread):
                     if not waiting.done:
                         waiting.fail(WriteUnknownError(f"the writer thread failed: {exc!r}", "body", None, True))
         self._disconnect()
+
+    def abandon(self) -> None:
+        """In a forked child, where this thread does not run: leave the parent's lock alone."""
+        if self._turnstile is not None:
+            self._turnstile.abandon()
 
     def _serve_control(self, ticket: Ticket[Any]) -> None:
         assert ticket.control is not None
@@ -162,7 +177,7 @@ class _WriterThread(Thread):
         except BaseException as exc:
             self._refuse_unexecuted(first, companions, exc)
             return
-        outcome = run_root(self._database, lambda: self._execute_batch(first))
+        outcome = self._root(lambda: self._execute_batch(first))
         if outcome.verdict is Verdict.COMMITTED:
             for ticket in batch:
                 ticket.finish(*ticket.produced)
@@ -179,6 +194,15 @@ class _WriterThread(Thread):
             batch[0].fail(_refused(outcome, executed=True))
         else:
             self._serve_singly(batch)
+
+    def _root(self, body: Callable[[], None]) -> Outcome[None]:
+        turnstile = self._turnstile
+        if turnstile is None or not turnstile.enter():
+            return run_root(self._database, body)
+        try:
+            return run_root(self._database, body)
+        finally:
+            turnstile.leave()
 
     def _execute_batch(self, ticket: Ticket[Any]) -> None:
         """Inside the root: ``ticket``, and whoever else has come by the time that each operation is through."""
@@ -214,7 +238,7 @@ class _WriterThread(Thread):
             except BaseException as exc:
                 outcome: Outcome[None] = Outcome(Verdict.ROLLED_BACK, "begin", None, exc)
             else:
-                outcome = run_root(self._database, lambda ticket=ticket: self._execute(ticket))  # type: ignore[misc]
+                outcome = self._root(lambda ticket=ticket: self._execute(ticket))  # type: ignore[misc]
             if outcome.verdict is Verdict.COMMITTED:
                 ticket.finish(*ticket.produced)
             elif outcome.phase == "begin":
@@ -258,22 +282,25 @@ class _WriterThread(Thread):
         connection = self._writer.connector.open()
         # Peewee keeps connections per thread: this makes ours the one of this thread, so that models and atomic() used
         # inside an operation are part of its transaction.
-        self._database._state.set_connection(connection)
+        adopt(self._database, connection)
         self._connection = connection
         self._writer.local.tx = self._tx = SQLiteTx(connection, self._writer.texts)
         path = file_of(self._database)
         if path is not None:
             found = os.stat(path)
             self._file = found.st_dev, found.st_ino
+            self._turnstile = Turnstile(path + TURNSTILE_SUFFIX)
         self._looked_at = time.monotonic()
 
     def _look_at_file(self) -> None:
         """A file that was deleted or replaced takes commits without an error, and they are lost: notice, once, loudly."""
         path = file_of(self._database)
-        assert path is not None and self._file is not None
         self._looked_at = time.monotonic()
+        if path is None or self._file is None:
+            return
         if not same_file(path, self._file):
             self._disconnect()
+            self._writer.moved()
             raise DatabaseUnusableError(
                 f"the SQLite file {path} was deleted or replaced while it was open; what was written since then may be lost. "
                 "The next write opens what is there now; stop all workers before moving a database"
@@ -281,8 +308,11 @@ class _WriterThread(Thread):
 
     def _disconnect(self) -> None:
         connection, self._connection, self._file = self._connection, None, None
+        if self._turnstile is not None:
+            self._turnstile.close()
+            self._turnstile = None
         if connection is not None:
-            self._database.dispose()
+            forget(self._database)
             try:
                 connection.close()
             except sqlite3.Error:
@@ -296,8 +326,9 @@ def _refused(outcome: Outcome[Any], *, executed: bool) -> BaseException:
         return error  # raised by the operation, or by a statement of its own
     if isinstance(error, DatabaseUnusableError):
         return error
-    reason = error if error is not None else "the writer's connection was not idle"
-    refused = WriteRefusedError(f"the database refused the write ({outcome.phase}): {reason}", outcome.phase, outcome.code, executed)
+    reason = "the writer's connection was not idle" if error is None else error
+    detail = f"the database refused the write ({outcome.phase}): {reason}"
+    refused = WriteRefusedError(detail, outcome.phase, outcome.code, executed)
     refused.__cause__ = error
     return refused
 

@@ -159,11 +159,8 @@ def release_redis(url: str) -> None:
 
 
 def create_vhost() -> str:
-    """The address of a new virtual host, where ``rabbitmqctl`` may make one; otherwise that of the default one.
-
-    On the default one, tests must use queue names of their own (the ``namespace`` fixture).
-    """
-    base = require("rabbitmq").rstrip("/")
+    """The address of a new virtual host, where ``rabbitmqctl`` may make one; otherwise that of the default one."""
+    base = address("rabbitmq").rstrip("/")
     user = urlsplit(base).username or "guest"
     name = random_name()
     if not _rabbitmqctl("add_vhost", name):
@@ -171,6 +168,17 @@ def create_vhost() -> str:
     _rabbitmqctl("set_permissions", "-p", name, user, ".*", ".*", ".*")
     parts = urlsplit(base)
     return urlunsplit((parts.scheme, parts.netloc, f"/{name}", "", ""))
+
+
+def delete_queues(url: str, *names: str) -> None:
+    """Delete Dramatiq's queues of these names, with their delayed messages and dead letters."""
+    import pika
+
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        channel = connection.channel()
+        for name in names:
+            for queue in (name, f"{name}.DQ", f"{name}.XQ"):
+                channel.queue_delete(queue)
 
 
 def delete_vhost(url: str) -> None:

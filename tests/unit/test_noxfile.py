@@ -102,6 +102,18 @@ def test_what_cannot_be_installed_over_leftovers_is_tried_from_nothing(checkout:
     assert checkout.set_up() == ["install", "make", "install"]
 
 
+def test_what_worked_once_is_not_thrown_away_for_a_network_that_is_down(checkout: Checkout) -> None:
+    checkout.set_up()
+    (checkout.root / "setup.cfg").write_text("changed")
+    checkout.install_succeeds = [False]
+    with pytest.raises(checkout.noxfile.SetUpError):
+        checkout.set_up()
+    assert checkout.done == ["install"]
+    (checkout.root / "setup.cfg").write_text("setup.cfg")
+    checkout.install_succeeds = [True]
+    assert checkout.set_up() == ["install"]  # who knows how far the failed attempt came
+
+
 def test_a_set_up_that_fails_is_not_taken_for_done(checkout: Checkout) -> None:
     checkout.install_succeeds = [False]
     with pytest.raises(checkout.noxfile.SetUpError, match="pip says why"):
@@ -115,6 +127,7 @@ def test_a_python_that_cannot_make_environments_is_told_the_one_line_that_mends_
 ) -> None:
     monkeypatch.setattr(original, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(original.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(original.SetUpError, match="apt-get install --yes python3-venv"):
         original.make_venv()
 
@@ -154,6 +167,6 @@ def test_arguments_go_to_the_last_command_and_the_first_failure_ends_the_job(
 
 
 def test_every_job_is_a_session_of_nox_too(original: ModuleType) -> None:
-    for job in original.JOBS:
+    for job in original.JOBS.keys() - {"setup"}:
         session = getattr(original, job)
         assert inspect.signature(inspect.unwrap(session.func if hasattr(session, "func") else session)).parameters

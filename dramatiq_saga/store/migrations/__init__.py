@@ -55,7 +55,9 @@ def _apply(database: Database, prefix: str) -> list[str]:
     if not pending:
         return []
     table = _table(prefix)
-    database.execute_sql(f"CREATE TABLE IF NOT EXISTS {table} (name VARCHAR(191) NOT NULL PRIMARY KEY, applied_at BIGINT NOT NULL)")
+    database.execute_sql(
+        f"CREATE TABLE IF NOT EXISTS {table} (name VARCHAR(191) NOT NULL PRIMARY KEY, applied_at BIGINT NOT NULL)"
+    )
     now = SystemClock().now()
     for name in pending:
         importlib.import_module(f"{__name__}.{name}").up(database, prefix)
@@ -91,7 +93,9 @@ def _alone(database: Database, prefix: str) -> Iterator[None]:
     else:
         name = f"CONCAT('dramatiq-saga {key} ', MD5(DATABASE()))"
         if database.execute_sql(f"SELECT GET_LOCK({name}, %s)", (LOCK_TIMEOUT,)).fetchone()[0] != 1:
-            raise StoreError(f"another process has been migrating the tables for {LOCK_TIMEOUT} seconds: see SHOW PROCESSLIST", "begin")
+            raise StoreError(
+                f"another process has been migrating the tables for {LOCK_TIMEOUT} seconds: see SHOW PROCESSLIST", "begin"
+            )
         try:
             yield
         finally:

@@ -404,6 +404,13 @@ class WriteUnknownError(StoreError):
     """
 
 
+class MessageNotSentError(SagaError):
+    """A broker of another kind would not take a message. What it was sent for is recorded; it is sent again (DRIVE-3).
+
+    ``__cause__`` is the broker's error.
+    """
+
+
 # --- for authors -----------------------------------------------------------------------------------------------------
 
 

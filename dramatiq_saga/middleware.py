@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from dramatiq import Actor, Broker, Message
-from dramatiq.errors import BrokerConnectionError
+from dramatiq.common import current_millis
+from dramatiq.errors import BrokerConnectionError, QueueNotFound
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,
@@ -31,16 +32,27 @@ from dramatiq.middleware import (
     Pipelines,
     Retries,
     ShutdownNotifications,
+    SkipMessage,
     TimeLimit,
 )
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
+from .brokers.database import DatabaseBroker
+from .engine import fence
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
-from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, StoreError, UnknownActorError
+from .errors import (
+    MessageNotSentError,
+    MessageSkippedError,
+    MessageTooOldError,
+    MiddlewareOrderError,
+    SagaError,
+    StoreError,
+    UnknownActorError,
+)
 from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
@@ -48,12 +60,20 @@ from .step import OPTION, Delivery, Runner
 from .store.database import Store, open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dramatiq import Worker
     from dramatiq.broker import MessageProxy
     from dramatiq.worker import ConsumerThread, WorkerThread
     from peewee import Database
 
     from .engine.core import Sender
+
+#: After how many milliseconds a drive's message that another middleware has skipped is delivered again.
+SKIPPED_DRIVE_MS = 15_000
+
+#: Delay of a next try that Dramatiq could not send and we send in its place, in milliseconds.
+RETRY_AGAIN_MS = 15_000
 
 #: What has to stand before SagaMiddleware in the broker's list: their after hooks then come after ours.
 _BEFORE_OURS = (
@@ -247,17 +267,14 @@ class SagaMiddleware(Middleware):
         if delivery is None or not delivery.retry_asked or message.message_id != delivery.message.message_id:
             return
         delivery.retry_sent = True
-        if delivery.state == "failed" and delivery.claim is not None:
-            self._note_next_try(broker, delivery, delay or 0)
+        if delivery.state == "failed":
+            self._note_next_try(broker, delivery, self.engine(broker).now() + (delay or 0))
 
-    def _note_next_try(self, broker: Broker, delivery: Delivery, delay: int) -> None:
-        from .engine import fence
-
+    def _note_next_try(self, broker: Broker, delivery: Delivery, at: int) -> None:
         claim = delivery.claim
-        engine = self.engine(broker)
         if claim is not None:
             try:
-                fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
+                fence.note_next_try(self.engine(broker), claim.job, claim.attempts, at)
             except StoreError as error:
                 self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
 
@@ -275,99 +292,135 @@ class SagaMiddleware(Middleware):
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
         delivery = self._local.delivery
-        if delivery is None or exception is None or delivery.state != "claimed" or delivery.claim is None:
+        if delivery is None or exception is None or delivery.state != "claimed" or delivery.unfinished is not None:
             return
-        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded here.
-        from .codec import describe_error
-        from .engine import fence
-
+        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded before the message goes.
         claim, runner = delivery.claim, self.runner(broker)
-        text = describe_error(exception)
-        if runner.persist(lambda: fence.fail_try(runner.engine, claim, text)):
-            delivery.state = "failed"
+        assert claim is not None
+        delivery.state = "failed"
+        delivery.unfinished = lambda: runner.fail(delivery, claim, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
             CurrentMessage._MESSAGE.set(None)  # NATIVE-5: Dramatiq leaves the skipped message there
             message.options["store_results"] = False
+            local = self._local
+            if local.delivery is None or local.delivery.message is not message:
+                local.delivery = Delivery(message)  # skipped before it came to us: it is not forgotten all the same
+            local.pending = None
 
     def before_ack(self, broker: Broker, message: MessageProxy) -> None:
         """What would be forgotten with this acknowledgement is recorded first."""
-        delivery = self._take(message)
+        delivery = self._at_hand(message)
         if delivery is None:
             return
-        if delivery.state == "new" and delivery.job is not None:
-            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+        self._withholding(lambda: self._before_ack(broker, delivery))
+        self._over()
+
+    def _before_ack(self, broker: Broker, delivery: Delivery) -> None:
+        runner = self.runner(broker)
+        runner.finish(delivery)
+        if delivery.state == "new":
+            self._skipped(runner, delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
             if delivery.retry_asked:
-                self._withholding(lambda: self._retry_again(broker, delivery))
+                self._retry_again(broker, delivery)
             else:  # nothing on this broker retries
-                self._withholding(lambda: self.runner(broker).give_up(delivery))
+                runner.give_up(delivery)
+
+    def _skipped(self, runner: Runner, delivery: Delivery) -> None:
+        """A middleware of the broker skipped this message, and it is about to be acknowledged."""
+        if delivery.job is not None:
+            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
+            runner.refuse(delivery.job, delivery.actor, error)
+            return
+        self.log.warning("drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000)
+        runner.put_back(delivery, delay=SKIPPED_DRIVE_MS)
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
         if OPTION not in message.options:
             return
-        delivery = self._take(message) or Delivery(message)
-        job = delivery.job
+        delivery = self._at_hand(message) or Delivery(message)
+        self._withholding(lambda: self._before_nack(broker, delivery))
+        self._over()
+
+    def _before_nack(self, broker: Broker, delivery: Delivery) -> None:
+        runner, job = self.runner(broker), delivery.job
+        runner.finish(delivery)
         if job is None:
-            self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
-            return
-        runner = self.runner(broker)
-        if delivery.state == "failed":
-            self._withholding(lambda: runner.give_up(delivery))
+            runner.hold(delivery, self._reason(broker, delivery))
+        elif delivery.state == "failed":
+            runner.give_up(delivery)
         elif delivery.state == "new":
-            if delivery.actor not in broker.actors:
-                error: SagaError = UnknownActorError(
-                    f"no worker on queue {message.queue_name!r} knows actor {delivery.actor!r}: deploy the module that declares it"
-                )
-                if self.settings.repair.enabled:
-                    self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
-                    return  # NATIVE-3: a worker that knows it may come; the doctor tries again
-            else:
-                error = MessageTooOldError(
-                    f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
-                )
-            self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+            if delivery.actor not in broker.actors and self.settings.repair.enabled:
+                self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
+                return  # NATIVE-3: a worker that knows it may come; the doctor tries again
+            runner.refuse(job, delivery.actor, self._reason(broker, delivery))
 
-    def _take(self, message: MessageProxy) -> Delivery | None:
-        """The delivery of this message, which is over now."""
-        local = self._local
-        delivery = local.delivery
-        if delivery is None or delivery.message is not message:
-            return None
-        local.delivery = local.pending = None
-        return delivery
+    def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:
+        """Why Dramatiq rejects a message that was never run (NATIVE-3)."""
+        actor, raised = delivery.actor, delivery.message._exception
+        if actor not in broker.actors:
+            return UnknownActorError(
+                f"no worker on queue {delivery.message.queue_name!r} knows actor {actor!r}: deploy the module that declares it"
+            )
+        if raised is not None and not isinstance(raised, SkipMessage):
+            return raised  # a middleware of the broker would not let it through
+        kind = MessageTooOldError if self._has_aged(broker, delivery) else MessageSkippedError
+        return kind(f"the message of {actor} was refused before it ran: {raised or 'a middleware of the broker failed it'}")
 
-    def _withholding(self, part: Any) -> None:
-        """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
+    def _has_aged(self, broker: Broker, delivery: Delivery) -> bool:
+        for middleware in broker.middleware:
+            if isinstance(middleware, AgeLimit):
+                message = delivery.message
+                limit = message.options.get("max_age") or broker.actors[delivery.actor].options.get("max_age", middleware.max_age)
+                return bool(limit) and current_millis() - message.message_timestamp >= limit
+        return False
+
+    def _at_hand(self, message: MessageProxy) -> Delivery | None:
+        """The delivery of this message, where this thread has it in hand."""
+        delivery = self._local.delivery
+        return delivery if delivery is not None and delivery.message is message else None
+
+    def _is_trouble(self, error: Exception) -> bool:
+        return self._engine is not None and self._engine.is_trouble(error)
+
+    def _over(self) -> None:
+        """The message at hand is dealt with: nothing keeps it from being acknowledged."""
+        self._local.delivery = self._local.pending = None
+
+    def _withholding(self, part: Callable[[], None]) -> None:
+        """Run ``part``; while it cannot be done and the worker stops, the message is not acknowledged.
+
+        Dramatiq comes back to it every few seconds, until it is done or the process ends.
+        """
         try:
             part()
-        except StoreError as error:
-            raise WithheldError(f"the outcome could not be recorded: {error}") from error
+        except Exception as error:
+            if not self._is_trouble(error):
+                raise
+            raise WithheldError(f"a message is not acknowledged before its outcome is recorded: {error}") from error
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
 
-        A database broker does without: it withholds the acknowledgement of a row whose retry it could not store.
+        A database broker does without: it stores the next try with the acknowledgement, or withholds that.
         """
-        if self.runner(broker).sender.joins:
+        if isinstance(broker, DatabaseBroker):
+            kept = getattr(delivery.message, "retry", None)
+            if kept is not None:
+                self._note_next_try(broker, delivery, kept.due_at or self.engine(broker).now())
             return
-        message = delivery.message.copy()
-        delay = 0.1
-        while True:
+        runner = self.runner(broker)
+
+        def part() -> None:
             try:
-                broker.enqueue(message, delay=15_000)
-                return
+                broker.enqueue(delivery.message.copy(), delay=RETRY_AGAIN_MS)
             except Exception as error:
-                if self.runner(broker).stopping.is_set():
-                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
-                self.log.warning(
-                    "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
-                )
-                self.runner(broker).stopping.wait(delay)
-                delay = min(delay * 2, 5.0)
+                raise MessageNotSentError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+
+        runner.persist(part)
 
     # --- advice ------------------------------------------------------------------------------------------------------
 
@@ -444,8 +497,17 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
 
 
 def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:
-    broker.declare_queue(message.queue_name)
-    broker.enqueue(message, delay=delay or None)
+    """Send without declaring the queue where that can be helped: a worker consumes every queue that its broker declares, and this
+    one may not know the actors there."""
+    pending = getattr(broker, "queues_pending", None)
+    if pending is not None and message.queue_name not in broker.queues:  # RabbitMQ: known, and made on the server when used
+        broker.queues.add(message.queue_name)
+        pending.add(message.queue_name)
+    try:
+        broker.enqueue(message, delay=delay or None)
+    except QueueNotFound:
+        broker.declare_queue(message.queue_name)
+        broker.enqueue(message, delay=delay or None)
 
 
 def _facts(broker: Broker, name: str) -> ActorFacts | None:

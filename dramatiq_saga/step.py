@@ -23,14 +23,14 @@ from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimit
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
-from .engine import fence, rollback
+from .engine import fence, rollback, runs
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.rows import Outgoing
 from .errors import (
+    MessageNotSentError,
     NotSerializableError,
     ResultNotSerializableError,
     StepLeftTransactionError,
-    StoreError,
 )
 from .interrupts import Body, disarm, shielded
 
@@ -50,6 +50,7 @@ OPTION = "saga"
 MAX_HOP_MS = 60_000
 
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
+_RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 _current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
@@ -90,7 +91,7 @@ class Step:
 class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
-    __slots__ = ("actor", "claim", "failure", "job", "message", "retry_asked", "retry_sent", "run_id", "state")
+    __slots__ = ("actor", "claim", "failure", "job", "message", "retry_asked", "retry_sent", "run_id", "state", "unfinished")
 
     def __init__(self, message: MessageProxy) -> None:
         facts = message.options[OPTION]
@@ -110,6 +111,7 @@ class Delivery:
         self.claim: Claim | None = None
         self.state = "new"  # new -> claimed -> failed | done
         self.failure: BaseException | None = None
+        self.unfinished: Callable[[], object] | None = None  # what has to be done before the message may be acknowledged (FENCE-3)
         self.retry_asked = False
         self.retry_sent = False
 
@@ -128,17 +130,38 @@ class Runner:
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def persist(self, part: Callable[[], T]) -> T:
-        """``part()``, again and again while the store refuses: a store error spends nothing and loses nothing (NATIVE-7)."""
+        """``part()``, again and again while store or broker refuse: their errors spend nothing and lose nothing (NATIVE-7).
+
+        Raises their error once the worker stops.
+        """
         delay = 0.05
         while True:
             try:
                 return part()
-            except StoreError as error:
-                if self.stopping.is_set():
+            except Exception as error:
+                if not self.engine.is_trouble(error) or self.stopping.is_set():
                     raise
-                self.log.warning("store_unavailable", error=f"{type(error).__name__}: {error}", retry_in=delay)
+                what = "broker_unavailable" if isinstance(error, MessageNotSentError) else "store_unavailable"
+                self.log.warning(what, error=f"{type(error).__name__}: {error}", retry_in=delay)
                 self.stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
+
+    def finish(self, delivery: Delivery) -> None:
+        """Do what has to be done before this message may be acknowledged; raises while it cannot be."""
+        part = delivery.unfinished
+        if part is not None:
+            shielded(lambda: self.persist(part))
+            delivery.unfinished = None
+
+    def _finish(self, delivery: Delivery, part: Callable[[], object]) -> None:
+        """Do ``part``; where the worker stops before it can be done, leave it to the acknowledgement (FENCE-3)."""
+        delivery.unfinished = part
+        try:
+            self.finish(delivery)
+        except Exception as error:
+            if self.inline or not self.engine.is_trouble(error):
+                raise
+            delivery.message.options["store_results"] = False  # nothing has come of it yet
 
     # --- steps and compensations -------------------------------------------------------------------------------------
 
@@ -147,7 +170,13 @@ class Runner:
         job = delivery.job
         assert job is not None
         attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
-        claim, interrupt = shielded(lambda: self.persist(attempt.run))
+        try:
+            claim, interrupt = shielded(lambda: self.persist(attempt.run))
+        except Exception as error:  # the worker stops: nothing has run, and nothing will
+            if self.inline or not self.engine.is_trouble(error):
+                raise
+            self._finish(delivery, lambda: self._abandon(delivery, attempt))
+            return None
         if isinstance(claim, Lost):
             self._lost(delivery, claim)
             return None
@@ -189,7 +218,7 @@ class Runner:
             body.returned, body.error = [], error
         if body.returned:
             value = body.returned[0]
-            shielded(lambda: self.persist(lambda: self._succeed(delivery, claim, value)))
+            self._finish(delivery, lambda: self._succeed(delivery, claim, value))
             return value if self._wanted_by_dramatiq(delivery) else None
         assert body.error is not None
         failure = body.error
@@ -199,15 +228,19 @@ class Runner:
                 raise failure
             return None
         if isinstance(failure, SkipMessage):
-            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, describe_error(failure), failure)))
-            return None
-        text = describe_error(failure)
-        landed, _ = shielded(lambda: self.persist(lambda: fence.fail_try(self.engine, claim, text)))
-        if not landed:
-            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, text, failure)))
+            self._finish(delivery, lambda: self._settle(delivery, claim, describe_error(failure), failure))
             return None
         delivery.state, delivery.failure = "failed", failure
-        raise failure
+        self._finish(delivery, lambda: self.fail(delivery, claim, failure))
+        if delivery.state == "failed":
+            raise failure
+        return None
+
+    def fail(self, delivery: Delivery, claim: Claim, failure: BaseException) -> None:
+        """Record a failed try; where the fence refuses it, report what was refused."""
+        text = describe_error(failure)
+        if not fence.fail_try(self.engine, claim, text):
+            self._settle(delivery, claim, text, failure)
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
@@ -221,15 +254,13 @@ class Runner:
             return
         try:
             fence.settle(self.engine, fence.completed(claim, data), self.sender, delivery.message)
-        except (StoreError, Interrupt):
-            raise
-        except Exception as error:  # the database will not have this value: too large a packet, for example (CODEC-2)
+        except fence.UnstorableOutcomeError as error:  # too large a packet, for example (CODEC-2)
             self.log.error("result_refused", run_id=claim.job.run_id, sequence=claim.job.sequence, exc_info=error)
-            self._unstorable(delivery, claim, error)
+            self._unstorable(delivery, claim, error.__cause__ or error)
             return
         delivery.state = "done"
 
-    def _unstorable(self, delivery: Delivery, claim: Claim, cause: Exception) -> None:
+    def _unstorable(self, delivery: Delivery, claim: Claim, cause: BaseException) -> None:
         error = ResultNotSerializableError(f"{claim.actor} did its work, but its result cannot be stored: {cause}")
         error.__cause__ = cause
         self._settle(delivery, claim, describe_error(error), error)
@@ -260,20 +291,27 @@ class Runner:
 
     def _release(self, delivery: Delivery, claim: Claim) -> None:
         """Give the claim back by its token and the message with it: no try spent (NATIVE-4, FENCE-5)."""
-
-        def part() -> None:
-            now = self.engine.now()
-
-            def operation(tx: Tx) -> None:
-                give_back(tx, self.engine, claim, now=now)
-                self._put_back_in(tx, delivery, 0)
-
-            self.engine.store.write(operation)
-            self._put_back_after(delivery, 0)
-
         self._disarm()
-        shielded(lambda: self.persist(part))
+        self._finish(delivery, lambda: self._give_back(delivery, claim))
+
+    def _give_back(self, delivery: Delivery, claim: Claim) -> None:
+        now = self.engine.now()
+
+        def operation(tx: Tx) -> None:
+            give_back(tx, self.engine, claim, now=now)
+            self._put_back_in(tx, delivery, 0)
+
+        self.engine.store.write(operation)
+        self._put_back_after(delivery, 0)
         delivery.state = "done"
+
+    def _abandon(self, delivery: Delivery, attempt: ClaimAttempt) -> None:
+        """A claim that may or may not have landed is brought to its end, and given back."""
+        claim = attempt.run()
+        if isinstance(claim, Lost):
+            self._leave(delivery, claim)
+        else:
+            self._give_back(delivery, claim)
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
@@ -285,18 +323,22 @@ class Runner:
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
             )  # fmt: skip
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
+        self._finish(delivery, lambda: self._leave(delivery, lost))
 
-        def part() -> None:
-            if lost.unseen and lost.run_status in ("pending", "running", "waiting"):
-                self.wake(job.run_id)
-            elif not self.sender.joins:
+    def _leave(self, delivery: Delivery, lost: Lost) -> None:
+        """See to it that others can go on: what was not sent, not seen, or may be claimed later (DRIVE-2, CLAIM-2)."""
+        job, engine = lost.job, self.engine
+        if lost.unseen and lost.run_status in ("pending", "running", "waiting"):
+            self.wake(job.run_id)
+        elif not self.sender.joins:
+            if lost.run_status == "rolling_back":
+                rollback.advance(engine, job.run_id, self.sender, None)
+            else:
                 drives.send_unsent(engine, job.run_id, self.sender)
-            if lost.retry_at is not None:
-                delay = max(0, lost.retry_at - engine.now()) + 1
-                engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
-                self._put_back_after(delivery, delay)
-
-        shielded(lambda: self.persist(part))
+        if lost.retry_at is not None:
+            delay = max(0, lost.retry_at - engine.now()) + 1
+            engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+            self._put_back_after(delivery, delay)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -318,36 +360,60 @@ class Runner:
         copy = message.copy(options={OPTION: message.options[OPTION]})
         copy.options.pop("store_results", None)
         copy.options.pop("eta", None)
-        self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
+        try:
+            self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
+        except Exception as error:
+            raise MessageNotSentError(f"the message of {delivery.actor} could not be put back: {error}") from error
 
     # --- drives ------------------------------------------------------------------------------------------------------
 
     def drive(self, delivery: Delivery) -> None:
         """Drive the run that a message names; an interrupt aborts the drive, and the run is driven again (FENCE-5)."""
+
+        def part() -> object:
+            return drives.drive(self.engine, delivery.run_id, self.sender, delivery.message)
+
         try:
-            self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
+            self.persist(part)
         except Interrupt:
             self._disarm()
-
-            def part() -> None:
-                self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, 1000))
-                self._put_back_after(delivery, 1000)
-
-            shielded(lambda: self.persist(part))
+            self._finish(delivery, lambda: self.put_back(delivery, delay=1000))
+        except Exception as error:  # the worker stops
+            if not self.engine.is_trouble(error):
+                raise
+            delivery.unfinished = part
         delivery.state = "done"
+
+    def put_back(self, delivery: Delivery, *, delay: int) -> None:
+        """Have this message delivered again, ``delay`` milliseconds from now."""
+        self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+        self._put_back_after(delivery, delay)
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        snapshot = drives.load(self.engine, run_id)
-        if snapshot is None:
+        run = self.engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
+        if run is None:
             return
-        if self.engine.drives(snapshot.workflow):
+        workflow, queue, priority = run
+        if self.engine.drives(workflow):
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)
-        outbox.load([Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority)])
+        outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority)])
         self.engine.store.write(outbox.stage)
         outbox.delivered()
+
+    def hold(self, delivery: Delivery, error: BaseException) -> None:
+        """A drive's message is lost for good: the run waits with the reason on it, and the monitor drives it again (HISTORY-1)."""
+        self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor, error=str(error))
+
+        def part() -> None:
+            found = runs.held_as_found(self.engine, delivery.run_id)
+            if found is not None:
+                runs.hold(self.engine, found, error, self.sender, None)
+
+        shielded(lambda: self.persist(part))
+        delivery.state = "done"
 
     # --- what the middleware's hooks call ----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
 from dramatiq.broker import Broker
+from dramatiq.common import q_name
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
@@ -195,6 +196,9 @@ class DatabaseBroker(Broker):
           WriteRefusedError: The database refused; nothing was stored.
           WriteUnknownError: Nobody can say whether it was stored.
         """
+        queue = q_name(message.queue_name)
+        if queue not in self.queues:
+            raise QueueNotFound(queue)  # type: ignore[no-untyped-call]
         prepared = self.prepare(message, delay=delay)
         delivered: object = message  # Retries hands over the proxy
         retried = None
@@ -280,6 +284,10 @@ class DatabaseBroker(Broker):
             settlement.give_back_row(self, reservation)
             return
         thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until))
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Where nobody knows whether a hand-over was committed: if it was, the row is available again (QUEUE-8)."""
+        settlement.give_back_row(self, reservation)
 
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""

@@ -50,12 +50,7 @@ class _MovedOn(Exception):
     """The run changed while a side effect was to be recorded: look again."""
 
 
-def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None = None) -> Driven:
-    """Bring one run as far as its history allows.
-
-    ``StoreError`` passes through: nothing was decided, and the message at hand is still ours. An asynchronous interrupt
-    passes through as well; the drive is uncommitted then (FENCE-5).
-    """
+def _drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None) -> Driven:
     while True:
         snapshot = load(engine, run_id)
         if snapshot is None:
@@ -73,6 +68,26 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
             return outcome
 
 
+def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None = None) -> Driven:
+    """Bring one run as far as its history allows.
+
+    Trouble of the store passes through: nothing was decided, and the message at hand is still ours; a ``MessageNotSentError``
+    too: what was decided stands, and another drive sends it. An asynchronous interrupt passes through as well; the drive is
+    uncommitted then (FENCE-5). Any other fault (a value that its encoder no longer reads, one that the database will not
+    have) is nobody's failure: the run is held with it (HISTORY-1).
+    """
+    try:
+        return _drive(engine, run_id, sender, delivery)
+    except Exception as fault:
+        if engine.is_trouble(fault):
+            raise
+        engine.cache.drop(run_id)
+        held = runs.held_as_found(engine, run_id)
+        if held is None:
+            return Driven.ENDED
+        return Driven.HELD if runs.hold(engine, held, fault, sender, delivery) else Driven.IDLE
+
+
 def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
     """One replay and one try at committing it; ``None`` where the run has moved on."""
     definition = engine.workflows[snapshot.workflow]
@@ -84,7 +99,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     except _MovedOn:
         return None
     except HoldRun as hold:
-        return Driven.HELD if runs.hold(engine, snapshot, hold.error, sender, delivery) else None
+        held = runs.Held(snapshot.run_id, snapshot.workflow, snapshot.revision, snapshot.hold_count)
+        return Driven.HELD if runs.hold(engine, held, hold.error, sender, delivery) else None
     engine.note_cost(snapshot.run_id, time.perf_counter() - started)
     outbox = sender.outbox(delivery)
     outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
@@ -98,7 +114,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         outbox.stage(tx)
         return True
 
-    if not engine.store.write(operation):
+    if not engine.write(operation, outbox):
         engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
             run_id=snapshot.run_id,
@@ -109,8 +125,10 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         )
         return None
     engine.cache.put(advanced(snapshot, decision, context))
-    outbox.delivered()
-    notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
+    try:
+        outbox.delivered()
+    finally:
+        notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
     return Driven.DECIDED
 
 

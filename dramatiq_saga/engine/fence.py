@@ -79,6 +79,10 @@ _LINES = {
 }
 
 
+class UnstorableOutcomeError(Exception):
+    """The database will not have an outcome: too large a packet, for example. ``__cause__`` is its error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What is to be recorded of a step: how it ended, and from which state that may be said."""
@@ -118,10 +122,21 @@ def failed(claim: Claim, error: str) -> Outcome:
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """Record ``outcome`` and drive the run on; false where the fence refused it (FENCE-1).
 
-    Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
+    Safe to call again after trouble (``Engine.is_trouble``): a write that finds its own attempt and outcome has landed.
+
+    Raises:
+      UnstorableOutcomeError: the database will not have this outcome, whatever the run makes of it; nothing is recorded.
     """
-    if engine.drives(outcome.workflow) and _settle_with_decision(engine, outcome, sender, delivery):
-        return True
+    if engine.drives(outcome.workflow):
+        try:
+            if _settle_with_decision(engine, outcome, sender, delivery):
+                return True
+        except Exception as fault:
+            if engine.is_trouble(fault):
+                raise
+            # It is one of the decision, never of the outcome: that stands by itself.
+            engine.cache.drop(outcome.job.run_id)
+            notify.fault(engine, outcome.job.run_id, outcome.workflow, fault)
     return _settle_alone(engine, outcome, sender, delivery)
 
 
@@ -173,12 +188,14 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    if not engine.store.write(operation):
+    if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
     engine.cache.put(drive.advanced(after, decision, context))
-    outbox.delivered()
-    notify.changes(engine, job.run_id, outcome.workflow, now, lines)
+    try:
+        outbox.delivered()
+    finally:
+        notify.changes(engine, job.run_id, outcome.workflow, now, lines)
     return True
 
 
@@ -205,7 +222,12 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         return True, False
 
     engine.cache.drop(job.run_id)
-    landed, already = engine.store.write(operation)
+    try:
+        landed, already = engine.write(operation, outbox)
+    except Exception as error:
+        if engine.is_trouble(error):
+            raise
+        raise UnstorableOutcomeError(outcome.job.run_id, outcome.job.sequence) from error
     if not landed and not already:
         _rejected(engine, outcome, sender)
         return False

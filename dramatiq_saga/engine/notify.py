@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from .. import events
-from ..codec import load_error
+from ..codec import load_error, message_of
 from ..journal import history
 from ..views import ActionView, CompensationView
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .core import Engine
     from .fence import Outcome
     from .rollback import Outcome as CompensationOutcome
-    from .rows import Snapshot
 
 _BY_TYPE: dict[str, type[events.Event]] = {
     cls.type: cls
@@ -137,11 +136,19 @@ def _deliver(engine: Engine, event: events.Event, facts: dict[str, Any]) -> None
         engine.anomalies.rejection_undelivered(**facts, error=error, listener=events.name_of(listener))
 
 
-def held(engine: Engine, snapshot: Snapshot, error: BaseException) -> None:
+def held(engine: Engine, run_id: str, workflow: str, error: BaseException) -> None:
     """Log why a run is held; the row and the history say it too (HISTORY-1)."""
     with suppress(Exception):
         structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(
-            "flow_held", run_id=snapshot.run_id, workflow=snapshot.workflow, error=f"{type(error).__name__}: {error}"
+            "flow_held", run_id=run_id, workflow=workflow, error=f"{type(error).__name__}: {message_of(error)}"
+        )
+
+
+def fault(engine: Engine, run_id: str, workflow: str, error: BaseException) -> None:
+    """Log why an outcome was recorded without the decision that follows from it."""
+    with suppress(Exception):
+        structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(
+            "decision_put_off", run_id=run_id, workflow=workflow, error=f"{type(error).__name__}: {message_of(error)}"
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ class Suspend(BaseException):
 
 class NeedsRecording(BaseException):
     """The function wants a side effect that is not recorded, in a replay that may not record one."""
+
+
+class _Abandoned(BaseException):
+    """Unwinds a function whose replay has come to nothing, for a reason that is kept on the replay."""
 
 
 class HoldRun(Exception):
@@ -93,6 +98,8 @@ class Replay:
         self.suspended = False
         self.outside = False
         self.error: SagaError | None = None
+        self.abandoned: BaseException | None = None
+        self.recording: str | None = None
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -103,12 +110,20 @@ class Replay:
 
     def check(self) -> None:
         """Called by every use of ``flow``: the function must not go on after its suspension was swallowed."""
+        if self.abandoned is not None:
+            raise _Abandoned
         if self.error is not None:
             raise self.error
         if self.suspended:
             if isinstance(sys.exc_info()[1], Suspend):
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
+        if self.recording is not None:
+            raise self.fault(
+                SagaError(
+                    f"the function of side effect {self.recording!r} used the flow: ask the flow first, and hand the function what it needs"
+                )
+            )
 
     def fault(self, error: SagaError) -> SagaError:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
@@ -166,19 +181,37 @@ class Replay:
         if self.record is None:
             raise NeedsRecording
         sequence = self.cursor + 1
-        data = encode(function(), f"side effect {name!r}")
-        data = self.record(sequence, name, data)
+        self.recording = name
+        try:
+            data = encode(function(), f"side effect {name!r}")
+        finally:
+            self.recording = None
+        try:
+            data = self._recorded(sequence, name, data)
+        except BaseException as error:  # the store's, or a rival's: no error of the function, and not for it to catch
+            self.abandoned = error
+            raise _Abandoned from error
         entry = SideEffectEntry(sequence, name, freeze(data))
         self.new_entries.append(entry)
         self.cursor = sequence
         return entry.value()
 
 
+    def _recorded(self, sequence: int, name: str, data: bytes) -> bytes:
+        """Write a value, outside the function: whoever listens to it is not the function, and may send."""
+        assert self.record is not None
+        _replaying.context = None
+        try:
+            return self.record(sequence, name, data)
+        finally:
+            _replaying.context = self
+
+
 def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any]) -> Decision:
     """Walk ``function`` against ``context``'s snapshot.
 
-    Raises :class:`HoldRun` where the walk's result must not be used, and lets :class:`NeedsRecording` and asynchronous
-    interrupts through; in neither case does a decision exist.
+    Raises :class:`HoldRun` where the walk's result must not be used, and lets :class:`NeedsRecording`, asynchronous
+    interrupts and what kept a side effect from being recorded through; in none of these cases does a decision exist.
     """
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
@@ -189,11 +222,19 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
             value = function(make_flow(context), *args, **kwargs)
         finally:
             _replaying.context = None
+    except _Abandoned:
+        assert context.abandoned is not None
+        raise context.abandoned from None
     except Suspend:
+        _raise_if_abandoned(context)
         if context.error is not None:
             raise HoldRun(context.error) from None
         return _decision(context, "suspended")
+    except (SystemExit, GeneratorExit, CancelledError) as error:  # neither an answer nor a failure: nothing can follow from it
+        _raise_if_abandoned(context)
+        raise HoldRun(context.error or error) from error
     except Exception as error:
+        _raise_if_abandoned(context)
         if context.error is not None:
             raise HoldRun(context.error) from error
         if context.suspended:
@@ -202,6 +243,7 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
         return _decision(context, "failed", error=describe_error(error))
+    _raise_if_abandoned(context)
     if context.error is not None:
         raise HoldRun(context.error)
     if context.suspended:
@@ -213,6 +255,11 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     except NotSerializableError as error:
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
+
+
+def _raise_if_abandoned(context: Replay) -> None:
+    if context.abandoned is not None:
+        raise context.abandoned
 
 
 def _shortfall(context: Replay, asked: str) -> HistoryMismatchError:

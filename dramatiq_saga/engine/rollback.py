@@ -300,7 +300,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
         engine.record(tx, job.run_id, now, lines)
         return True, False, lines
 
-    landed, already, lines = engine.store.write(operation)
+    landed, already, lines = engine.write(operation, outbox)
     if landed:
         outbox.delivered()
         notify.changes(engine, job.run_id, None, now, lines)
@@ -333,7 +333,7 @@ def advance(engine: Engine, run_id: str, sender: Sender, delivery: object | None
         outbox.stage(tx)
         return lines
 
-    lines = engine.store.write(operation)
+    lines = engine.write(operation, outbox)
     outbox.delivered()
     notify.changes(engine, run_id, None, now, lines)
 

@@ -43,6 +43,9 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting')"
 )
+_TO_HOLD = (
+    "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND status IN ('pending', 'running', 'waiting')"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +132,48 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     return True
 
 
-def hold(engine: Engine, snapshot: Snapshot, error: BaseException, sender: Sender, delivery: object | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A run that is to be held, as it was found."""
+
+    run_id: str
+    workflow: str
+    revision: int
+    hold_count: int
+
+
+def held_as_found(engine: Engine, run_id: str) -> Held | None:
+    """The run as :func:`hold` wants it, read without decoding anything of it; ``None`` where it is not live."""
+    row = engine.store.read(lambda tx: tx.one(_TO_HOLD, (run_id,)))
+    return None if row is None else Held(run_id, *row)
+
+
+def hold(engine: Engine, found: Held, error: BaseException, sender: Sender, delivery: object | None) -> bool:
     """Keep a run where it is, with ``error`` on it and its wakes unseen, until the monitor drives it again (HISTORY-1).
 
     The window doubles with every failure, from ``monitor.expiration.backoff.base_seconds`` to ``max_seconds``; no cap on the
     number. Consumes the message at hand. False where the run has moved on meanwhile.
     """
     backoff = engine.settings.monitor.expiration.backoff
-    window = min(backoff.base_seconds * 2 ** min(snapshot.hold_count, 30), backoff.max_seconds)
+    window = min(backoff.base_seconds * 2 ** min(found.hold_count, 30), backoff.max_seconds)
     now = engine.now()
     text = describe_error(error)
-    lines = [history.Line(history.FLOW_HELD, name=snapshot.workflow, error=text)]
+    lines = [history.Line(history.FLOW_HELD, name=found.workflow, error=text)]
     outbox = sender.outbox(delivery)
     outbox.load([])
 
     def operation(tx: Tx) -> bool:
-        if not tx.run(_HOLD, (text, now + int(window * 1000), snapshot.run_id, snapshot.revision)):
+        if not tx.run(_HOLD, (text, now + int(window * 1000), found.run_id, found.revision)):
             return False
-        engine.record(tx, snapshot.run_id, now, lines)
+        engine.record(tx, found.run_id, now, lines)
         outbox.stage(tx)
         return True
 
-    engine.cache.drop(snapshot.run_id)
-    if not engine.store.write(operation):
+    engine.cache.drop(found.run_id)
+    if not engine.write(operation, outbox):
         return False
     outbox.delivered()
-    notify.held(engine, snapshot, error)
+    notify.held(engine, found.run_id, found.workflow, error)
     return True
 
 

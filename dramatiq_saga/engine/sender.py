@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import MessageNotSentError
 from .rows import Outgoing
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class JoiningBroker(Protocol):
     def can_take(self, prepared: Any) -> bool: ...
     def hand_over(self, tx: Tx, prepared: Any, reservation: Any) -> Any | None: ...
     def taken(self, prepared: Any, reservation: Any, lease_until: int) -> None: ...
+    def give_back(self, reservation: Any) -> None: ...
     def retain(self, tx: Tx, prepared: Any, reservation: Any) -> bool: ...
     def settle(self, tx: Tx, reservation: Any) -> bool: ...
     def announce(self, prepared: Sequence[Any]) -> None: ...
@@ -99,6 +101,11 @@ class JoinedOutbox:
         else:
             self._kept = True
 
+    def unsure(self) -> None:
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._broker.give_back(taken)
+
     def delivered(self) -> None:
         if self._kept:
             return
@@ -155,6 +162,9 @@ class DeferredOutbox:
     def keep(self, tx: Tx) -> None:
         self.stage(tx)
 
+    def unsure(self) -> None:
+        pass
+
     def delivered(self) -> None:
         if not self._waits_for_host:
             self._send()
@@ -164,7 +174,10 @@ class DeferredOutbox:
         sender, messages = self._sender, self._messages
         while self._sent < len(messages):
             message = messages[self._sent]
-            sender.enqueue(sender.build(message), message.delay)
+            try:
+                sender.enqueue(sender.build(message), message.delay)
+            except Exception as error:
+                raise MessageNotSentError(f"the message of {message.actor} could not be sent: {error}") from error
             self._sent += 1
         if messages:
             now = sender.store.clock.now()
@@ -208,6 +221,9 @@ class InlineOutbox:
         pass
 
     def keep(self, tx: Tx) -> None:
+        pass
+
+    def unsure(self) -> None:
         pass
 
     def delivered(self) -> None:

@@ -27,6 +27,7 @@ from .connections import Connector, Readers, file_of, is_memory, new_sqlite, sha
 from .joining import Joining
 from .models import TABLES, Models
 from .peewee_internals import keeps_connections_per_thread, leave_to_parent
+from .server_errors import is_trouble
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
@@ -126,6 +127,14 @@ class Store:
         if callbacks:
             run_callbacks(callbacks)
         return value
+
+    def is_trouble(self, error: BaseException) -> bool:
+        """Whether ``error`` tells of the database's condition, which may pass, and not of what was to be written.
+
+        Contention and lost connections are the smaller part of it: a full disk, a file that was replaced, a missing permission
+        count as well. Whoever holds something that must not be lost waits for the end of such trouble (FENCE-3).
+        """
+        return isinstance(error, StoreError | DatabaseUnusableError | SchemaVersionError) or is_trouble(error)
 
     def abandon_host_transaction(self) -> bool:
         """Roll back a transaction of ``database`` that the calling thread has left open; false where there is none.

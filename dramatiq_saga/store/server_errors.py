@@ -43,8 +43,21 @@ _PG_REFUSES_COMMIT = ("23", "40", "P0")
 
 # Lock wait timeout, deadlock.
 _MYSQL_AGAIN = frozenset({1205, 1213})
+# The statement is larger than max_allowed_packet.
+_MYSQL_TOO_LARGE = frozenset({1153})
 # Client: no connection (0), gone away, lost, lost at a system call. Server: shutdown, killed, idle for too long.
 _MYSQL_LOST = frozenset({0, 2006, 2013, 2055, 1053, 1927, 4031})
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether an error of the driver's is about the database (not reached, full, read-only, changed, forbidden) rather than about
+    the values of a statement: then the same statement may succeed later."""
+    if not isinstance(error, peewee.DatabaseError | peewee.InterfaceError):
+        return False
+    if isinstance(error, peewee.DataError | peewee.IntegrityError):
+        return False
+    original = getattr(error, "orig", None)
+    return not (original is not None and original.args and original.args[0] in _MYSQL_TOO_LARGE)
 
 
 def fate_of(error: BaseException, dialect: str, *, committing: bool) -> Fate:

@@ -296,12 +296,19 @@ class Runner:
 
     def _give_back(self, delivery: Delivery, claim: Claim) -> None:
         now = self.engine.now()
+        broker: Any = self.broker
+        message: Any = delivery.message
+        # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
+        again = broker.prepare(message) if self.sender.joins and not message.settled else None
 
         def operation(tx: Tx) -> None:
             give_back(tx, self.engine, claim, now=now)
-            self._put_back_in(tx, delivery, 0)
+            if again is not None:
+                broker.stage(tx, again, message.reservation)
 
         self.engine.store.write(operation)
+        if again is not None:
+            broker.announce([again])
         self._put_back_after(delivery, 0)
         delivery.state = "done"
 

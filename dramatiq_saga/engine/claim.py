@@ -132,15 +132,17 @@ class ClaimAttempt:
         engine, job = self.engine, self.job
         if self._unknown:
             row = engine.store.read(self._read)
-            if row is not None and row[9] == self.delivery and row[7] == "running":
+            if row is not None and self._is_ours(row):
                 return self._claimed(row)
         try:
             row, landed = engine.store.write(self._write)
         except WriteUnknownError:
             self._unknown = True
             raise
-        if not landed:
+        if row is None:
             return self._lost(row)
+        if not landed:  # it may have landed before, when this was interrupted while it waited
+            return self._claimed(row) if self._is_ours(row) else self._lost(row)
         claim = self._claimed(row)
         if not engine.store.commit_is_proof:
             row = engine.store.read(self._read)
@@ -151,6 +153,9 @@ class ClaimAttempt:
                 )  # fmt: skip
                 return self._lost(row)
         return claim
+
+    def _is_ours(self, row: tuple[Any, ...]) -> bool:
+        return bool(row[9] == self.delivery and row[7] == "running")
 
     def _read(self, tx: Tx) -> tuple[Any, ...] | None:
         sql = _READ_STEP if self.job.kind == "step" else _READ_COMPENSATION

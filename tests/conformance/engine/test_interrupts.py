@@ -208,6 +208,7 @@ def test_a_slow_outcome_outlasts_the_time_limit_and_the_success_is_recorded_once
     worker = app.start(threads=1, time_limits=True)
     threads = list(worker.workers)
     handle = app.run(one)
+    app.drain()
     assert slow.met == 1
     assert handle.result() == "kept"
     assert app.calls == ["quick"]
@@ -243,6 +244,7 @@ def test_a_slow_outcome_of_a_failing_body_outlasts_the_time_limit(kind: str, app
     worker = app.start(threads=1, time_limits=True)
     threads = list(worker.workers)
     handle = app.run(one)
+    app.drain()
     assert (slow.met, given_up.met) == (1, 1)
     assert handle.status == "failed"
     error = handle.actions()[0].error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import secrets
 import socket
 import threading
@@ -20,37 +21,33 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from dramatiq import Actor, Broker, Message
-from dramatiq.common import current_millis
-from dramatiq.errors import BrokerConnectionError, QueueNotFound
+from dramatiq.errors import BrokerConnectionError
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,
     CurrentMessage,
     GroupCallbacks,
+    Interrupt,
     Middleware,
     MiddlewareError,
     Pipelines,
     Retries,
     ShutdownNotifications,
-    SkipMessage,
     TimeLimit,
 )
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
-from .brokers.database import DatabaseBroker
-from .engine import fence
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
 from .errors import (
-    MessageNotSentError,
     MessageSkippedError,
     MessageTooOldError,
     MiddlewareOrderError,
     SagaError,
-    StoreError,
+    SettingsError,
     UnknownActorError,
 )
 from .flow import Flow
@@ -58,22 +55,15 @@ from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
 from .store.database import Store, open_store
+from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dramatiq import Worker
     from dramatiq.broker import MessageProxy
     from dramatiq.worker import ConsumerThread, WorkerThread
     from peewee import Database
 
     from .engine.core import Sender
-
-#: After how many milliseconds a drive's message that another middleware has skipped is delivered again.
-SKIPPED_DRIVE_MS = 15_000
-
-#: Delay of a next try that Dramatiq could not send and we send in its place, in milliseconds.
-RETRY_AGAIN_MS = 15_000
 
 #: What has to stand before SagaMiddleware in the broker's list: their after hooks then come after ours.
 _BEFORE_OURS = (
@@ -123,7 +113,6 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
-        self._warned: set[str] = set()
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
 
@@ -149,9 +138,9 @@ class SagaMiddleware(Middleware):
                     f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
                     'name one, for example SagaMiddleware("postgresql://localhost/shop")'
                 )
-            store = own
+            store = self._adopt(own)
         elif isinstance(own, Store) and own.is_same_database(self._database):
-            store = own
+            store = self._adopt(own)
         else:
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
@@ -164,6 +153,19 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+
+    def _adopt(self, store: Store) -> Store:
+        """The broker's own store, on which the settings about tables count as well."""
+        schema = self.settings.schema
+        if schema.table_prefix not in (store.prefix, Settings().schema.table_prefix):
+            raise SettingsError(
+                "schema.table_prefix",
+                f"{schema.table_prefix!r} is not the prefix of the broker's tables, {store.prefix!r}: "
+                f"give the broker prefix={schema.table_prefix!r} as well",
+            )
+        if schema.auto_create is not None:
+            store.auto_create = schema.auto_create
+        return store
 
     def runner(self, broker: Broker) -> Runner:
         """What runs messages on ``broker``."""
@@ -178,7 +180,7 @@ class SagaMiddleware(Middleware):
         """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
-            return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
+            return JoinedSender(cast("Any", broker), functools.partial(_build_declared, broker))
         return DeferredSender(
             engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
         )
@@ -221,7 +223,7 @@ class SagaMiddleware(Middleware):
         """Refuse to start where the order of middleware, the schema or the database could lose work (SAFE-3)."""
         try:
             check_order(broker, self)
-            if is_gevent_active():
+            if is_gevent_active():  # type: ignore[no-untyped-call]
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
@@ -261,21 +263,23 @@ class SagaMiddleware(Middleware):
         delivery = self._local.delivery
         if delivery is not None and OPTION in message.options and message.message_id == delivery.message.message_id:
             delivery.retry_asked = True
+            if delivery.state == "failed" and delivery.claim is not None:
+                self._note_next_try(broker, delivery, delay or 0)
 
     def after_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
         delivery = self._local.delivery
-        if delivery is None or not delivery.retry_asked or message.message_id != delivery.message.message_id:
-            return
-        delivery.retry_sent = True
-        if delivery.state == "failed":
-            self._note_next_try(broker, delivery, self.engine(broker).now() + (delay or 0))
+        if delivery is not None and delivery.retry_asked and message.message_id == delivery.message.message_id:
+            delivery.retry_sent = True
 
-    def _note_next_try(self, broker: Broker, delivery: Delivery, at: int) -> None:
+    def _note_next_try(self, broker: Broker, delivery: Delivery, delay: int) -> None:
+        from .engine import fence
+
         claim = delivery.claim
+        engine = self.engine(broker)
         if claim is not None:
             try:
-                fence.note_next_try(self.engine(broker), claim.job, claim.attempts, at)
-            except StoreError as error:
+                fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
+            except Exception as error:
                 self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
@@ -291,154 +295,114 @@ class SagaMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        delivery = self._local.delivery
-        if delivery is None or exception is None or delivery.state != "claimed" or delivery.unfinished is not None:
+        if not isinstance(exception, Interrupt) or OPTION not in message.options:
             return
-        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded before the message goes.
-        claim, runner = delivery.claim, self.runner(broker)
-        assert claim is not None
-        delivery.state = "failed"
-        delivery.unfinished = lambda: runner.fail(delivery, claim, exception)
+        # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
+        local = self._local
+        if local.delivery is None or local.delivery.message is not message:
+            local.delivery = Delivery(message)
+        delivery, local.pending = local.delivery, None
+        if delivery.job is not None and delivery.state in ("new", "claimed"):
+            self.runner(broker).resume(delivery, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
             CurrentMessage._MESSAGE.set(None)  # NATIVE-5: Dramatiq leaves the skipped message there
             message.options["store_results"] = False
-            local = self._local
-            if local.delivery is None or local.delivery.message is not message:
-                local.delivery = Delivery(message)  # skipped before it came to us: it is not forgotten all the same
-            local.pending = None
 
     def before_ack(self, broker: Broker, message: MessageProxy) -> None:
         """What would be forgotten with this acknowledgement is recorded first."""
-        delivery = self._at_hand(message)
-        if delivery is None:
+        delivery = self._local.delivery
+        if delivery is None or delivery.message is not message:
             return
-        self._withholding(lambda: self._before_ack(broker, delivery))
-        self._over()
-
-    def _before_ack(self, broker: Broker, delivery: Delivery) -> None:
-        runner = self.runner(broker)
-        runner.finish(delivery)
-        if delivery.state == "new":
-            self._skipped(runner, delivery)
+        if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
+            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
+            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
             if delivery.retry_asked:
-                self._retry_again(broker, delivery)
+                self._withholding(lambda: self._retry_again(broker, delivery))
             else:  # nothing on this broker retries
-                runner.give_up(delivery)
-
-    def _skipped(self, runner: Runner, delivery: Delivery) -> None:
-        """A middleware of the broker skipped this message, and it is about to be acknowledged."""
-        if delivery.job is not None:
-            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            runner.refuse(delivery.job, delivery.actor, error)
-            return
-        self.log.warning("drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000)
-        runner.put_back(delivery, delay=SKIPPED_DRIVE_MS)
+                self._withholding(lambda: self.runner(broker).give_up(delivery))
+        self._let_go()
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
         if OPTION not in message.options:
             return
-        delivery = self._at_hand(message) or Delivery(message)
-        self._withholding(lambda: self._before_nack(broker, delivery))
-        self._over()
-
-    def _before_nack(self, broker: Broker, delivery: Delivery) -> None:
-        runner, job = self.runner(broker), delivery.job
-        runner.finish(delivery)
-        if job is None:
-            runner.hold(delivery, self._reason(broker, delivery))
-        elif delivery.state == "failed":
-            runner.give_up(delivery)
-        elif delivery.state == "new":
-            if delivery.actor not in broker.actors and self.settings.repair.enabled:
-                self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
-                return  # NATIVE-3: a worker that knows it may come; the doctor tries again
-            runner.refuse(job, delivery.actor, self._reason(broker, delivery))
-
-    def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:
-        """Why Dramatiq rejects a message that was never run (NATIVE-3)."""
-        actor, raised = delivery.actor, delivery.message._exception
-        if actor not in broker.actors:
-            return UnknownActorError(
-                f"no worker on queue {delivery.message.queue_name!r} knows actor {actor!r}: deploy the module that declares it"
-            )
-        if raised is not None and not isinstance(raised, SkipMessage):
-            return raised  # a middleware of the broker would not let it through
-        kind = MessageTooOldError if self._has_aged(broker, delivery) else MessageSkippedError
-        return kind(f"the message of {actor} was refused before it ran: {raised or 'a middleware of the broker failed it'}")
-
-    def _has_aged(self, broker: Broker, delivery: Delivery) -> bool:
-        for middleware in broker.middleware:
-            if isinstance(middleware, AgeLimit):
-                message = delivery.message
-                limit = message.options.get("max_age") or broker.actors[delivery.actor].options.get("max_age", middleware.max_age)
-                return bool(limit) and current_millis() - message.message_timestamp >= limit
-        return False
-
-    def _at_hand(self, message: MessageProxy) -> Delivery | None:
-        """The delivery of this message, where this thread has it in hand."""
         delivery = self._local.delivery
-        return delivery if delivery is not None and delivery.message is message else None
+        if delivery is None or delivery.message is not message:
+            delivery = Delivery(message)
+        job = delivery.job
+        runner = self.runner(broker)
+        if job is None:
+            self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
+        elif delivery.state == "failed":
+            self._withholding(lambda: runner.give_up(delivery))
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
+        elif delivery.state == "new":
+            if delivery.actor not in broker.actors:
+                error: SagaError = UnknownActorError(
+                    f"no worker on queue {message.queue_name!r} knows actor {delivery.actor!r}: deploy the module that declares it"
+                )
+                if self.settings.repair.enabled:
+                    self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
+                    return  # NATIVE-3: a worker that knows it may come; the doctor tries again
+            else:
+                error = MessageTooOldError(
+                    f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
+                )
+            self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+        self._let_go()
 
-    def _is_trouble(self, error: Exception) -> bool:
-        return self._engine is not None and self._engine.is_trouble(error)
-
-    def _over(self) -> None:
-        """The message at hand is dealt with: nothing keeps it from being acknowledged."""
+    def _let_go(self) -> None:
+        """The delivery at hand is over. Until then Dramatiq may come again for it, when its end was withheld."""
         self._local.delivery = self._local.pending = None
 
-    def _withholding(self, part: Callable[[], None]) -> None:
-        """Run ``part``; while it cannot be done and the worker stops, the message is not acknowledged.
+    def _unrecorded(self, delivery: Delivery) -> bool:
+        """Whether its claim or its outcome is not known to be durable: the worker was stopped while the store refused."""
+        return delivery.state == "claimed" or (delivery.state == "new" and delivery.attempt is not None)
 
-        Dramatiq comes back to it every few seconds, until it is done or the process ends.
-        """
+    def _withhold(self, delivery: Delivery) -> None:
+        """Leave the message to its redelivery (FENCE-3)."""
+        message: Any = delivery.message
+        reason = "its outcome could not be recorded before the worker stopped"
+        if not hasattr(message, "withheld"):
+            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")  # type: ignore[no-untyped-call]
+        message.withheld = reason
+
+    def _withholding(self, part: Any) -> None:
+        """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
         try:
             part()
         except Exception as error:
-            if not self._is_trouble(error):
+            if not is_trouble(error):
                 raise
-            raise WithheldError(f"a message is not acknowledged before its outcome is recorded: {error}") from error
+            raise WithheldError(f"the outcome could not be recorded: {error}") from error  # type: ignore[no-untyped-call]
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
 
-        A database broker does without: it stores the next try with the acknowledgement, or withholds that.
+        A database broker does without: it withholds the acknowledgement of a row whose retry it could not store.
         """
-        if isinstance(broker, DatabaseBroker):
-            kept = getattr(delivery.message, "retry", None)
-            if kept is not None:
-                self._note_next_try(broker, delivery, kept.due_at or self.engine(broker).now())
+        if self.runner(broker).sender.joins:
             return
-        runner = self.runner(broker)
-
-        def part() -> None:
+        message = delivery.message.copy()
+        delay = 0.1
+        while True:
             try:
-                broker.enqueue(delivery.message.copy(), delay=RETRY_AGAIN_MS)
+                broker.enqueue(message, delay=15_000)
+                return
             except Exception as error:
-                raise MessageNotSentError(f"the next try of {delivery.actor} could not be sent: {error}") from error
-
-        runner.persist(part)
-
-    # --- advice ------------------------------------------------------------------------------------------------------
-
-    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
-        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
-        name = actor.actor_name
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
-            return
-        for middleware in actor.broker.middleware:
-            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
+                if self.runner(broker).stopping.is_set():
+                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error  # type: ignore[no-untyped-call]
                 self.log.warning(
-                    "step_keeps_default_retries",
-                    actor=name,
-                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
+                    "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
                 )
+                self.runner(broker).stopping.wait(delay)
+                delay = min(delay * 2, 5.0)
 
 
 class BootRefusedError(SagaError, MiddlewareError):
@@ -493,21 +457,32 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     if outgoing.priority is not None:
         options["priority"] = outgoing.priority
     options[OPTION] = facts
-    return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+    return Message(
+        queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+
+
+#: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
+def _message_id() -> str:
+    """A random id in the shape of Dramatiq's own, without asking the operating system for each."""
+    text = f"{_random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:
+    """As :func:`build_message`, on a queue that the broker knows afterwards: a row may name one that no actor here has."""
+    if outgoing.queue not in broker.queues:
+        broker.declare_queue(outgoing.queue)
+    return build_message(broker, outgoing)
 
 
 def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:
-    """Send without declaring the queue where that can be helped: a worker consumes every queue that its broker declares, and this
-    one may not know the actors there."""
-    pending = getattr(broker, "queues_pending", None)
-    if pending is not None and message.queue_name not in broker.queues:  # RabbitMQ: known, and made on the server when used
-        broker.queues.add(message.queue_name)
-        pending.add(message.queue_name)
-    try:
-        broker.enqueue(message, delay=delay or None)
-    except QueueNotFound:
-        broker.declare_queue(message.queue_name)
-        broker.enqueue(message, delay=delay or None)
+    broker.declare_queue(message.queue_name)
+    broker.enqueue(message, delay=delay or None)
 
 
 def _facts(broker: Broker, name: str) -> ActorFacts | None:

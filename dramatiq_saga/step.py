@@ -11,11 +11,14 @@ again, and the acknowledgement waits.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -23,9 +26,10 @@ from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimit
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
-from .engine import fence, rollback, runs
+from .engine import fence, rollback
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.rows import Outgoing
+from .engine.snapshot import load
 from .errors import (
     MessageNotSentError,
     NotSerializableError,
@@ -33,6 +37,7 @@ from .errors import (
     StepLeftTransactionError,
 )
 from .interrupts import Body, disarm, shielded
+from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -50,9 +55,28 @@ OPTION = "saga"
 MAX_HOP_MS = 60_000
 
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
-_RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
+
+class _Marks:
+    """Marks that tell one claim from every other, those of other processes included: a random part per process and a count.
+
+    Without the random part, a restarted container (same process id, same count) could take a dead worker's claim for its own.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        self._boot = os.urandom(6).hex()
+        self._numbers = itertools.count()
+
+    def next(self) -> str:
+        return f"{self._boot}{next(self._numbers):x}"
+
+
+_marks = _Marks()
 _current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
 
 
@@ -91,7 +115,9 @@ class Step:
 class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
-    __slots__ = ("actor", "claim", "failure", "job", "message", "retry_asked", "retry_sent", "run_id", "state", "unfinished")
+    __slots__ = (
+        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retry_asked", "retry_sent", "run_id", "state",
+    )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
         facts = message.options[OPTION]
@@ -108,10 +134,12 @@ class Delivery:
                 facts.get("attempts", 0),
                 message.message_id,
             )
+        self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
-        self.state = "new"  # new -> claimed -> failed | done
+        self.body: Body | None = None
+        self.state = "new"  # new -> claimed -> failed | done; broken: by a fault of ours
         self.failure: BaseException | None = None
-        self.unfinished: Callable[[], object] | None = None  # what has to be done before the message may be acknowledged (FENCE-3)
+        self.interrupts: list[Interrupt] = []
         self.retry_asked = False
         self.retry_sent = False
 
@@ -130,72 +158,84 @@ class Runner:
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def persist(self, part: Callable[[], T]) -> T:
-        """``part()``, again and again while store or broker refuse: their errors spend nothing and lose nothing (NATIVE-7).
-
-        Raises their error once the worker stops.
-        """
+        """``part()``, again and again while the store refuses: a store error spends nothing and loses nothing (NATIVE-7)."""
         delay = 0.05
         while True:
             try:
                 return part()
             except Exception as error:
-                if not self.engine.is_trouble(error) or self.stopping.is_set():
+                if self.stopping.is_set() or not is_trouble(error):
                     raise
-                what = "broker_unavailable" if isinstance(error, MessageNotSentError) else "store_unavailable"
-                self.log.warning(what, error=f"{type(error).__name__}: {error}", retry_in=delay)
+                self.log.warning("store_unavailable", error=f"{type(error).__name__}: {error}", retry_in=delay)
                 self.stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
-
-    def finish(self, delivery: Delivery) -> None:
-        """Do what has to be done before this message may be acknowledged; raises while it cannot be."""
-        part = delivery.unfinished
-        if part is not None:
-            shielded(lambda: self.persist(part))
-            delivery.unfinished = None
-
-    def _finish(self, delivery: Delivery, part: Callable[[], object]) -> None:
-        """Do ``part``; where the worker stops before it can be done, leave it to the acknowledgement (FENCE-3)."""
-        delivery.unfinished = part
-        try:
-            self.finish(delivery)
-        except Exception as error:
-            if self.inline or not self.engine.is_trouble(error):
-                raise
-            delivery.message.options["store_results"] = False  # nothing has come of it yet
 
     # --- steps and compensations -------------------------------------------------------------------------------------
 
     def perform(self, delivery: Delivery, fn: Callable[..., Any]) -> Any:
         """Claim, run, record. Returns what Dramatiq is to see, and raises what Dramatiq is to try again."""
+        try:
+            shielded(lambda: self._go_on(delivery, fn), delivery.interrupts)
+        except Exception as error:
+            if not is_trouble(error):
+                delivery.state = "broken"
+            raise
+        if self.inline and delivery.failure is None and delivery.interrupts:
+            raise delivery.interrupts[-1]
+        if delivery.failure is not None:
+            raise delivery.failure
+        body = delivery.body
+        return body.returned[0] if body is not None and body.returned and self._wanted_by_dramatiq(delivery) else None
+
+    def resume(self, delivery: Delivery, interrupt: Interrupt) -> None:
+        """Finish what an interrupt has cut short between two shields: a body that has run is recorded, another is given back."""
+        delivery.interrupts.append(interrupt)
+        shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
+
+    def _go_on(self, delivery: Delivery, fn: Callable[..., Any] | None) -> None:
+        """Everything between taking a message and letting go of it. After an interrupt it is entered again and goes on from
+        what ``delivery`` says; only a body that was started is never started again (FENCE-5)."""
         job = delivery.job
         assert job is not None
-        attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
-        try:
-            claim, interrupt = shielded(lambda: self.persist(attempt.run))
-        except Exception as error:  # the worker stops: nothing has run, and nothing will
-            if self.inline or not self.engine.is_trouble(error):
-                raise
-            self._finish(delivery, lambda: self._abandon(delivery, attempt))
-            return None
-        if isinstance(claim, Lost):
-            self._lost(delivery, claim)
-            return None
-        delivery.claim, delivery.state = claim, "claimed"
-        delivery.message.options[OPTION] = {**delivery.message.options[OPTION], "attempts": claim.attempts}
-        if interrupt is not None:
+        if delivery.state in ("done", "failed"):
+            return
+        if delivery.attempt is None:
+            if delivery.interrupts:
+                self._put_back(delivery)
+                return
+            delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
+        claim = delivery.claim
+        if claim is None:
+            found = self.persist(delivery.attempt.run)
+            if isinstance(found, Lost):
+                self._lost(delivery, found)
+                return
+            delivery.claim, delivery.state, claim = found, "claimed", found
+        body = delivery.body
+        if body is None and not delivery.interrupts and fn is not None:
+            options = delivery.message.options
+            options[OPTION] = {**options[OPTION], "attempts": claim.attempts}
+            if claim.tries > options.get("retries", 0):
+                options["retries"] = claim.tries  # NATIVE-1: counted on the row; a redelivery does not know of them
+            step = self.persist(lambda: self._step(claim))
+            body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+        if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
-            return None
-        body = Body(lambda: self._call(claim, fn), None if self.inline else self.broker)
+            return
         body.run()
-        return self._conclude(delivery, claim, body)
+        _current.set(None)
+        self._conclude(delivery, claim, body)
 
-    def _call(self, claim: Claim, fn: Callable[..., Any]) -> Any:
+    def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
         args, kwargs = decode(claim.args)
-        token = _current.set(self._step(claim))
+        token = _current.set(step)
         try:
-            return fn(*args, **kwargs)
+            # Called, and its value kept, from C: an interrupt can come before or after both, not in between.
+            into.extend(starmap(partial(fn, **kwargs) if kwargs else fn, (args,)))
         finally:
             _current.reset(token)
+        if not into:
+            raise RuntimeError(f"{claim.actor} raised StopIteration")
 
     def _step(self, claim: Claim) -> Step:
         undoes = None
@@ -207,40 +247,31 @@ class Runner:
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
         )
 
-    def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> Any:
-        """Record how the body ended; from here on nothing may interrupt (FENCE-5)."""
-        left = self.engine.store.abandon_host_transaction()
-        if left:
+    def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
+        """Record how the body ended."""
+        if self.engine.store.joined():
             error = StepLeftTransactionError(
                 f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
             )
             error.__cause__ = body.error
             body.returned, body.error = [], error
+        self.engine.store.abandon_host_transaction()
         if body.returned:
             value = body.returned[0]
-            self._finish(delivery, lambda: self._succeed(delivery, claim, value))
-            return value if self._wanted_by_dramatiq(delivery) else None
-        assert body.error is not None
+            self.persist(lambda: self._succeed(delivery, claim, value))
+            return
         failure = body.error
+        assert failure is not None
         if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
             self._release(delivery, claim)
             if self.inline:
-                raise failure
-            return None
-        if isinstance(failure, SkipMessage):
-            self._finish(delivery, lambda: self._settle(delivery, claim, describe_error(failure), failure))
-            return None
-        delivery.state, delivery.failure = "failed", failure
-        self._finish(delivery, lambda: self.fail(delivery, claim, failure))
-        if delivery.state == "failed":
-            raise failure
-        return None
-
-    def fail(self, delivery: Delivery, claim: Claim, failure: BaseException) -> None:
-        """Record a failed try; where the fence refuses it, report what was refused."""
+                delivery.failure = failure
+            return
         text = describe_error(failure)
-        if not fence.fail_try(self.engine, claim, text):
-            self._settle(delivery, claim, text, failure)
+        if isinstance(failure, SkipMessage) or not self.persist(lambda: fence.fail_try(self.engine, claim, text)):
+            self.persist(lambda: self._settle(delivery, claim, text, failure))
+            return
+        delivery.failure, delivery.state = failure, "failed"
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
@@ -254,13 +285,16 @@ class Runner:
             return
         try:
             fence.settle(self.engine, fence.completed(claim, data), self.sender, delivery.message)
-        except fence.UnstorableOutcomeError as error:  # too large a packet, for example (CODEC-2)
+        except Exception as error:
+            if is_trouble(error):
+                raise
+            # The database will not have this value: too large a packet, for example (CODEC-2).
             self.log.error("result_refused", run_id=claim.job.run_id, sequence=claim.job.sequence, exc_info=error)
-            self._unstorable(delivery, claim, error.__cause__ or error)
+            self._unstorable(delivery, claim, error)
             return
         delivery.state = "done"
 
-    def _unstorable(self, delivery: Delivery, claim: Claim, cause: BaseException) -> None:
+    def _unstorable(self, delivery: Delivery, claim: Claim, cause: Exception) -> None:
         error = ResultNotSerializableError(f"{claim.actor} did its work, but its result cannot be stored: {cause}")
         error.__cause__ = cause
         self._settle(delivery, claim, describe_error(error), error)
@@ -291,34 +325,20 @@ class Runner:
 
     def _release(self, delivery: Delivery, claim: Claim) -> None:
         """Give the claim back by its token and the message with it: no try spent (NATIVE-4, FENCE-5)."""
+
+        def part() -> None:
+            now = self.engine.now()
+
+            def operation(tx: Tx) -> None:
+                give_back(tx, self.engine, claim, now=now)
+                self._put_back_in(tx, delivery, 0)
+
+            self.engine.store.write(operation)
+            self._put_back_after(delivery, 0)
+
         self._disarm()
-        self._finish(delivery, lambda: self._give_back(delivery, claim))
-
-    def _give_back(self, delivery: Delivery, claim: Claim) -> None:
-        now = self.engine.now()
-        broker: Any = self.broker
-        message: Any = delivery.message
-        # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
-        again = broker.prepare(message) if self.sender.joins and not message.settled else None
-
-        def operation(tx: Tx) -> None:
-            give_back(tx, self.engine, claim, now=now)
-            if again is not None:
-                broker.stage(tx, again, message.reservation)
-
-        self.engine.store.write(operation)
-        if again is not None:
-            broker.announce([again])
-        self._put_back_after(delivery, 0)
+        self.persist(part)
         delivery.state = "done"
-
-    def _abandon(self, delivery: Delivery, attempt: ClaimAttempt) -> None:
-        """A claim that may or may not have landed is brought to its end, and given back."""
-        claim = attempt.run()
-        if isinstance(claim, Lost):
-            self._leave(delivery, claim)
-        else:
-            self._give_back(delivery, claim)
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
@@ -330,22 +350,41 @@ class Runner:
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
             )  # fmt: skip
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
-        self._finish(delivery, lambda: self._leave(delivery, lost))
 
-    def _leave(self, delivery: Delivery, lost: Lost) -> None:
-        """See to it that others can go on: what was not sent, not seen, or may be claimed later (DRIVE-2, CLAIM-2)."""
-        job, engine = lost.job, self.engine
-        if lost.unseen and lost.run_status in ("pending", "running", "waiting"):
-            self.wake(job.run_id)
-        elif not self.sender.joins:
+        def part() -> None:
             if lost.run_status == "rolling_back":
-                rollback.advance(engine, job.run_id, self.sender, None)
-            else:
+                self._go_on_rolling_back(lost)
+            elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
+                self.wake(job.run_id)
+            elif not self.sender.joins:
                 drives.send_unsent(engine, job.run_id, self.sender)
-        if lost.retry_at is not None:
-            delay = max(0, lost.retry_at - engine.now()) + 1
-            engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+            if lost.retry_at is not None:
+                delay = max(0, lost.retry_at - engine.now()) + 1
+                engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+                self._put_back_after(delivery, delay)
+
+        self.persist(part)
+        delivery.state = "done"
+
+    def _go_on_rolling_back(self, lost: Lost) -> None:
+        """A redelivery is a chance to send what a crash has left unsent, and the only one to see that an undo's worker is gone."""
+        job = lost.job
+        vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
+        if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
+            outcome = rollback.unfinished(job, lost.actor or "", lost.attempts or 0)
+            rollback.settle(self.engine, outcome, self.sender, None)
+        else:
+            rollback.advance(self.engine, job.run_id, self.sender, None)
+
+    def _put_back(self, delivery: Delivery, delay: int = 0) -> None:
+        """The message again, as if it had not been delivered: nothing has been claimed or decided."""
+
+        def part() -> None:
+            self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
             self._put_back_after(delivery, delay)
+
+        self._disarm()
+        self.persist(part)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -377,50 +416,27 @@ class Runner:
     def drive(self, delivery: Delivery) -> None:
         """Drive the run that a message names; an interrupt aborts the drive, and the run is driven again (FENCE-5)."""
 
-        def part() -> object:
-            return drives.drive(self.engine, delivery.run_id, self.sender, delivery.message)
+        def part() -> None:
+            if delivery.interrupts:
+                self._put_back(delivery, 1000)
+            else:
+                self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
+            delivery.state = "done"
 
-        try:
-            self.persist(part)
-        except Interrupt:
-            self._disarm()
-            self._finish(delivery, lambda: self.put_back(delivery, delay=1000))
-        except Exception as error:  # the worker stops
-            if not self.engine.is_trouble(error):
-                raise
-            delivery.unfinished = part
-        delivery.state = "done"
-
-    def put_back(self, delivery: Delivery, *, delay: int) -> None:
-        """Have this message delivered again, ``delay`` milliseconds from now."""
-        self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
-        self._put_back_after(delivery, delay)
+        shielded(part, delivery.interrupts)
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        run = self.engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
-        if run is None:
+        snapshot = load(self.engine, run_id)
+        if snapshot is None:
             return
-        workflow, queue, priority = run
-        if self.engine.drives(workflow):
+        if self.engine.drives(snapshot.workflow):
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)
-        outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority)])
+        outbox.load([Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority)])
         self.engine.store.write(outbox.stage)
         outbox.delivered()
-
-    def hold(self, delivery: Delivery, error: BaseException) -> None:
-        """A drive's message is lost for good: the run waits with the reason on it, and the monitor drives it again (HISTORY-1)."""
-        self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor, error=str(error))
-
-        def part() -> None:
-            found = runs.held_as_found(self.engine, delivery.run_id)
-            if found is not None:
-                runs.hold(self.engine, found, error, self.sender, None)
-
-        shielded(lambda: self.persist(part))
-        delivery.state = "done"
 
     # --- what the middleware's hooks call ----------------------------------------------------------------------------
 
@@ -438,7 +454,7 @@ class Runner:
                     self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
                 )
 
-        shielded(lambda: self.persist(part))
+        shielded(lambda: self.persist(part), delivery.interrupts)
         delivery.state = "done"
 
     def refuse(self, job: Job, actor: str, error: BaseException) -> None:
@@ -447,7 +463,7 @@ class Runner:
 
         def part() -> None:
             if job.kind == "step":
-                run = drives.load(self.engine, job.run_id)
+                run = load(self.engine, job.run_id)
                 if run is None:
                     return
                 outcome = fence.Outcome(
@@ -459,4 +475,4 @@ class Runner:
                     self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
                 )
 
-        shielded(lambda: self.persist(part))
+        shielded(lambda: self.persist(part), [])

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
 from dramatiq.broker import Broker
-from dramatiq.common import q_name
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
@@ -196,9 +195,6 @@ class DatabaseBroker(Broker):
           WriteRefusedError: The database refused; nothing was stored.
           WriteUnknownError: Nobody can say whether it was stored.
         """
-        queue = q_name(message.queue_name)
-        if queue not in self.queues:
-            raise QueueNotFound(queue)  # type: ignore[no-untyped-call]
         prepared = self.prepare(message, delay=delay)
         delivered: object = message  # Retries hands over the proxy
         retried = None
@@ -258,12 +254,12 @@ class DatabaseBroker(Broker):
             reservations.insert(tx, prepared, now=now)
 
     def can_take(self, prepared: Prepared) -> bool:
-        """Whether this process would deliver that message itself: it is due, a worker here consumes its queue and knows its actor."""
-        return (
-            prepared.due_at is None
-            and prepared.message.actor_name in self.actors
-            and self.here.consumer_thread(prepared.queue) is not None
-        )
+        """Whether this process may deliver that message itself: it is due, a worker here consumes its queue and knows its
+        actor, and nobody is passed by for too long (:meth:`DatabaseConsumer.may_hand_over`)."""
+        if prepared.due_at is not None or prepared.message.actor_name not in self.actors:
+            return False
+        thread = self.here.consumer_thread(prepared.queue)
+        return thread is not None and thread.consumer.may_hand_over()
 
     def hand_over(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> Reservation | None:
         """As :meth:`stage` with a reservation, but the row stays reserved for this process, which saves a reservation.
@@ -284,10 +280,6 @@ class DatabaseBroker(Broker):
             settlement.give_back_row(self, reservation)
             return
         thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until))
-
-    def give_back(self, reservation: Reservation) -> None:
-        """Where nobody knows whether a hand-over was committed: if it was, the row is available again (QUEUE-8)."""
-        settlement.give_back_row(self, reservation)
 
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq.broker import MessageProxy
 from dramatiq.common import q_name
+from dramatiq.errors import QueueNotFound
 
 from .messages import Prepared
 
@@ -30,6 +31,8 @@ def prepare(broker: DatabaseBroker, message: Message[Any], *, delay: int | None)
     if isinstance(delivered, MessageProxy):
         message = delivered._message
     queue = q_name(message.queue_name)
+    if queue not in broker.queues:
+        raise QueueNotFound(queue)  # type: ignore[no-untyped-call]
     due_at = _due_at(message.options, delay, broker.store.clock)
     if due_at is not None:
         message = message.copy(queue_name=queue, options={"eta": due_at})

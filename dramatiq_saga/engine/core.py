@@ -10,9 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import MessageNotSentError, WriteRefusedError
 from ..journal import history
 from .rows import Outgoing, Snapshot
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from ..journal.anomalies import AnomalyLog
     from ..settings import Settings
     from ..store.database import Store, Tx
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,6 @@ class Outbox(Protocol):
 
     def keep(self, tx: Tx) -> None:
         """Turn the message at hand into the first loaded one, but hold on to it: a crash has it delivered again."""
-
-    def unsure(self) -> None:
-        """Called instead of :meth:`delivered` where nobody knows whether the transaction has committed."""
 
     def delivered(self) -> None:
         """Called once the transaction is known to have committed: wakes consumers, or sends what was only noted."""
@@ -112,20 +106,6 @@ class Engine:
             if len(self.replay_cost) > 4096:
                 self.replay_cost.clear()
             self.replay_cost[run_id] = seconds
-
-    def write(self, operation: Callable[[Tx], T], outbox: Outbox) -> T:
-        """``store.write``, for an operation that stages ``outbox``."""
-        try:
-            return self.store.write(operation)
-        except WriteRefusedError:
-            raise
-        except BaseException:
-            outbox.unsure()
-            raise
-
-    def is_trouble(self, error: BaseException) -> bool:
-        """Whether waiting may help: store or broker would not do their part, and what was asked of them is sound (NATIVE-7)."""
-        return isinstance(error, MessageNotSentError) or self.store.is_trouble(error)
 
     def record(self, tx: Tx, run_id: str, now: int, lines: Sequence[history.Line]) -> None:
         """Write ``lines`` into the run's history, in the transaction of the changes they tell of (EVENT-1)."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from .. import events
-from ..codec import load_error, message_of
+from ..codec import load_error
 from ..journal import history
 from ..views import ActionView, CompensationView
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .core import Engine
     from .fence import Outcome
     from .rollback import Outcome as CompensationOutcome
+    from .rows import Snapshot
 
 _BY_TYPE: dict[str, type[events.Event]] = {
     cls.type: cls
@@ -61,6 +62,8 @@ def _event(
     base: dict[str, Any] = {"run_id": run_id, "workflow_name": workflow or run[0], "at": now}
     if issubclass(cls, events.ActionEvent):
         action = _action(engine, run_id, line.sequence or 0)
+        if cls is events.ActionRedispatched:
+            base["reason"] = line.detail
         return None if action is None else cls(**base, action=action)
     if issubclass(cls, events.CompensationEvent):
         compensation = _compensation(engine, run_id, line.sequence or 0)
@@ -81,7 +84,7 @@ def _event(
         undone = tuple(row[0] for row in rows if row[1] == "completed")
         return cls(**base, rollback=run[4], undone=undone, error=load_error(run[5]) if run[5] else None)
     if cls is events.SideEffectRecorded:
-        return cls(**base, sequence=line.sequence, name=line.name, stored_value=line.payload)
+        return cls(**base, sequence=line.sequence or 0, name=line.name or "", stored_value=line.payload or b"")
     return cls(**base)
 
 
@@ -136,19 +139,11 @@ def _deliver(engine: Engine, event: events.Event, facts: dict[str, Any]) -> None
         engine.anomalies.rejection_undelivered(**facts, error=error, listener=events.name_of(listener))
 
 
-def held(engine: Engine, run_id: str, workflow: str, error: BaseException) -> None:
+def held(engine: Engine, snapshot: Snapshot, error: BaseException) -> None:
     """Log why a run is held; the row and the history say it too (HISTORY-1)."""
     with suppress(Exception):
         structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(
-            "flow_held", run_id=run_id, workflow=workflow, error=f"{type(error).__name__}: {message_of(error)}"
-        )
-
-
-def fault(engine: Engine, run_id: str, workflow: str, error: BaseException) -> None:
-    """Log why an outcome was recorded without the decision that follows from it."""
-    with suppress(Exception):
-        structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(
-            "decision_put_off", run_id=run_id, workflow=workflow, error=f"{type(error).__name__}: {message_of(error)}"
+            "flow_held", run_id=snapshot.run_id, workflow=snapshot.workflow, error=f"{type(error).__name__}: {error}"
         )
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from asyncio import CancelledError
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -42,8 +40,8 @@ class NeedsRecording(BaseException):
     """The function wants a side effect that is not recorded, in a replay that may not record one."""
 
 
-class _Abandoned(BaseException):
-    """Unwinds a function whose replay has come to nothing, for a reason that is kept on the replay."""
+class _Abandon(BaseException):
+    """Unwinds a workflow function whose side effect could not be recorded. Not an error of its, and not for it to catch."""
 
 
 class HoldRun(Exception):
@@ -98,8 +96,7 @@ class Replay:
         self.suspended = False
         self.outside = False
         self.error: SagaError | None = None
-        self.abandoned: BaseException | None = None
-        self.recording: str | None = None
+        self.abandoned: Exception | None = None
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -111,19 +108,13 @@ class Replay:
     def check(self) -> None:
         """Called by every use of ``flow``: the function must not go on after its suspension was swallowed."""
         if self.abandoned is not None:
-            raise _Abandoned
+            raise _Abandon
         if self.error is not None:
             raise self.error
         if self.suspended:
             if isinstance(sys.exc_info()[1], Suspend):
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
-        if self.recording is not None:
-            raise self.fault(
-                SagaError(
-                    f"the function of side effect {self.recording!r} used the flow: ask the flow first, and hand the function what it needs"
-                )
-            )
 
     def fault(self, error: SagaError) -> SagaError:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
@@ -181,30 +172,16 @@ class Replay:
         if self.record is None:
             raise NeedsRecording
         sequence = self.cursor + 1
-        self.recording = name
+        data = encode(function(), f"side effect {name!r}")
         try:
-            data = encode(function(), f"side effect {name!r}")
-        finally:
-            self.recording = None
-        try:
-            data = self._recorded(sequence, name, data)
-        except BaseException as error:  # the store's, or a rival's: no error of the function, and not for it to catch
+            data = self.record(sequence, name, data)
+        except Exception as error:  # the engine's affair: it must not look like a failure of the function (NATIVE-7)
             self.abandoned = error
-            raise _Abandoned from error
+            raise _Abandon from error
         entry = SideEffectEntry(sequence, name, freeze(data))
         self.new_entries.append(entry)
         self.cursor = sequence
         return entry.value()
-
-
-    def _recorded(self, sequence: int, name: str, data: bytes) -> bytes:
-        """Write a value, outside the function: whoever listens to it is not the function, and may send."""
-        assert self.record is not None
-        _replaying.context = None
-        try:
-            return self.record(sequence, name, data)
-        finally:
-            _replaying.context = self
 
 
 def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any]) -> Decision:
@@ -216,25 +193,29 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
     args, kwargs = context.snapshot.args()
-    _replaying.context = context
+    try:
+        return _walk(function, context, make_flow, args, kwargs)
+    finally:
+        if context.abandoned is not None:  # whatever the function made of it
+            raise context.abandoned
+
+
+def _walk(
+    function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any], args: list[Any], kwargs: dict[str, Any]
+) -> Decision:
     try:
         try:
+            _replaying.context = context
             value = function(make_flow(context), *args, **kwargs)
         finally:
             _replaying.context = None
-    except _Abandoned:
-        assert context.abandoned is not None
-        raise context.abandoned from None
     except Suspend:
-        _raise_if_abandoned(context)
         if context.error is not None:
             raise HoldRun(context.error) from None
         return _decision(context, "suspended")
-    except (SystemExit, GeneratorExit, CancelledError) as error:  # neither an answer nor a failure: nothing can follow from it
-        _raise_if_abandoned(context)
-        raise HoldRun(context.error or error) from error
+    except SystemExit as error:
+        raise HoldRun(context.error or SagaError(f"the workflow function called sys.exit({error.code!r})")) from error
     except Exception as error:
-        _raise_if_abandoned(context)
         if context.error is not None:
             raise HoldRun(context.error) from error
         if context.suspended:
@@ -243,7 +224,6 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
         return _decision(context, "failed", error=describe_error(error))
-    _raise_if_abandoned(context)
     if context.error is not None:
         raise HoldRun(context.error)
     if context.suspended:
@@ -255,11 +235,6 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     except NotSerializableError as error:
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
-
-
-def _raise_if_abandoned(context: Replay) -> None:
-    if context.abandoned is not None:
-        raise context.abandoned
 
 
 def _shortfall(context: Replay, asked: str) -> HistoryMismatchError:
@@ -275,4 +250,7 @@ def with_outcome(snapshot: Snapshot, entry: StepEntry) -> Snapshot:
     """``snapshot`` as it will stand once the outcome in ``entry`` has been recorded and has raised the wake count."""
     entries = list(snapshot.entries)
     entries[entry.sequence - 1] = entry
-    return replace(snapshot, entries=entries, wakes=snapshot.wakes + 1)
+    return snapshot.moved(
+        status=snapshot.status, revision=snapshot.revision, wakes=snapshot.wakes + 1, wakes_seen=snapshot.wakes_seen,
+        hold_count=snapshot.hold_count, entries=entries, tags=snapshot.tags,
+    )  # fmt: skip

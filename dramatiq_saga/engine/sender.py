@@ -32,7 +32,6 @@ class JoiningBroker(Protocol):
     def can_take(self, prepared: Any) -> bool: ...
     def hand_over(self, tx: Tx, prepared: Any, reservation: Any) -> Any | None: ...
     def taken(self, prepared: Any, reservation: Any, lease_until: int) -> None: ...
-    def give_back(self, reservation: Any) -> None: ...
     def retain(self, tx: Tx, prepared: Any, reservation: Any) -> bool: ...
     def settle(self, tx: Tx, reservation: Any) -> bool: ...
     def announce(self, prepared: Sequence[Any]) -> None: ...
@@ -101,11 +100,6 @@ class JoinedOutbox:
         else:
             self._kept = True
 
-    def unsure(self) -> None:
-        taken, self._taken = self._taken, None
-        if taken is not None:
-            self._broker.give_back(taken)
-
     def delivered(self) -> None:
         if self._kept:
             return
@@ -162,22 +156,25 @@ class DeferredOutbox:
     def keep(self, tx: Tx) -> None:
         self.stage(tx)
 
-    def unsure(self) -> None:
-        pass
-
     def delivered(self) -> None:
         if not self._waits_for_host:
             self._send()
 
     def _send(self) -> None:
-        """Send what has not been sent; after an error, another call goes on where this one stopped."""
+        """Send what has not been sent; after an error, another call goes on where this one stopped.
+
+        Raises:
+          MessageNotSentError: the rows are committed, and some of their messages are not on their way.
+        """
         sender, messages = self._sender, self._messages
         while self._sent < len(messages):
             message = messages[self._sent]
             try:
                 sender.enqueue(sender.build(message), message.delay)
             except Exception as error:
-                raise MessageNotSentError(f"the message of {message.actor} could not be sent: {error}") from error
+                raise MessageNotSentError(
+                    f"the message of {message.actor} for run {message.run_id} could not be sent: {type(error).__name__}: {error}"
+                ) from error
             self._sent += 1
         if messages:
             now = sender.store.clock.now()
@@ -221,9 +218,6 @@ class InlineOutbox:
         pass
 
     def keep(self, tx: Tx) -> None:
-        pass
-
-    def unsure(self) -> None:
         pass
 
     def delivered(self) -> None:

@@ -26,12 +26,11 @@ from .clocks import Correction, ServerClock
 from .connections import Connector, Readers, file_of, is_memory, new_sqlite, share_pragmas
 from .joining import Joining
 from .models import TABLES, Models
-from .peewee_internals import keeps_connections_per_thread, leave_to_parent
-from .server_errors import is_trouble
+from .peewee_internals import abandon_transaction, gives_memoryviews, keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
-from .transactions import Tx
+from .transactions import Quirks, Tx
 from .writer import Writer
 
 __all__ = ["Store", "Ticket", "Tx", "open_store"]
@@ -56,10 +55,11 @@ class Store:
         self.prefix = prefix
         self.models: Models = models.build(database, prefix)
         self.commit_is_proof = self.dialect == SQLITE
-        self._auto_create = self.dialect == SQLITE if auto_create is None else auto_create
-        self._texts = Statements(self.dialect, prefix, TABLES)
+        self.auto_create = self.dialect == SQLITE if auto_create is None else auto_create
+        self._texts = Statements(self.dialect, prefix, tables=TABLES)
         self._local = threading.local()
-        self._joining = Joining(database, self.dialect, self._texts)
+        quirks = Quirks(memoryviews=gives_memoryviews(database))
+        self._joining = Joining(database, dialect=self.dialect, texts=self._texts, quirks=quirks)
         self._ready = False
         self._memory = False
         self._correction: Correction | None = None
@@ -70,14 +70,18 @@ class Store:
             connector = Connector(database)
             self._memory = is_memory(database)
             self._readers = Readers(connector, self._texts)
-            self._engine = Writer(database, connector, self._texts, prepare=self._prepare, moved=self._moved, local=self._local)
+            self._engine = Writer(
+                database, connector, texts=self._texts, prepare=self._prepare, moved=self._moved, local=self._local
+            )
         else:
             self.clock = clock or ServerClock(self._measure)
             if isinstance(self.clock, ServerClock):
                 self._correction = self.clock.correction
             elif isinstance(self.clock, SystemClock):
                 self._correction = Correction(self.clock)
-            self._engine = Servers(database, self.dialect, self._texts, prepare=self._prepare, local=self._local)
+            self._engine = Servers(
+                database, self._texts, dialect=self.dialect, quirks=quirks, prepare=self._prepare, local=self._local
+            )
         _stores.add(self)
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -128,25 +132,12 @@ class Store:
             run_callbacks(callbacks)
         return value
 
-    def is_trouble(self, error: BaseException) -> bool:
-        """Whether ``error`` tells of the database's condition, which may pass, and not of what was to be written.
-
-        Contention and lost connections are the smaller part of it: a full disk, a file that was replaced, a missing permission
-        count as well. Whoever holds something that must not be lost waits for the end of such trouble (FENCE-3).
-        """
-        return isinstance(error, StoreError | DatabaseUnusableError | SchemaVersionError) or is_trouble(error)
-
     def abandon_host_transaction(self) -> bool:
         """Roll back a transaction of ``database`` that the calling thread has left open; false where there is none.
 
         For the code that called a step's body: what the body left uncommitted is not its work, and must not be joined (C59).
         """
-        if not self.database.in_transaction() or getattr(self._local, "tx", None) is not None:
-            return False
-        self.database.rollback()
-        while self.database.transaction_depth():
-            self.database.pop_transaction()
-        return True
+        return getattr(self._local, "tx", None) is None and abandon_transaction(self.database)
 
     def is_same_database(self, database: str | Path | Database) -> bool:
         """Whether ``database`` (a path, a URL or a ``Database``) names the database that this store is on."""
@@ -196,7 +187,10 @@ class Store:
         Raises SchemaVersionError for tables that are missing, older or newer (SAFE-3), DatabaseUnusableError where the
         database cannot be opened.
         """
-        self._control(self._prepare)
+        if self.joined():
+            self._prepare_joined()
+        else:
+            self._control(self._prepare)
 
     def migrate(self) -> list[str]:
         """Create the tables or bring them up to date; safe to call from many processes at once, and again.
@@ -223,7 +217,7 @@ class Store:
         if self._ready:
             return
         found = migrations.version(self.database, self.prefix)
-        if self._auto_create and (found is None or found < migrations.latest()):
+        if self.auto_create and (found is None or found < migrations.latest()):
             migrations.migrate(self.database, self.prefix)
             found = migrations.version(self.database, self.prefix)
         self._expect(found)
@@ -240,7 +234,7 @@ class Store:
             self._control(self._prepare)
             return
         found = migrations.version(self.database, self.prefix)
-        if found is None and self._auto_create:
+        if found is None and self.auto_create:
             migrations.migrate(self.database, self.prefix)
             return
         self._expect(found)

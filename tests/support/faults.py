@@ -1,151 +1,83 @@
-"""Faults thrown into a store at a statement of the test's choice, through its real transactions.
+"""SQLite connections that fail on demand: at a statement, at COMMIT, at ROLLBACK; and one that records what was executed.
 
-``Faults(store)`` takes the place of the store's ``write``. An operation that comes to a statement matching a rule is aborted
-there, so the database really rolls it back, and its caller gets the error that the rule names; or it commits, and its caller
-is told that nobody knows. A rule counts how often it was met, and a test asserts that number: a rule that is never met
-proves nothing.
+Give ``Database(path)`` to a store or a broker and arm its ``faults``: every connection that the engine opens through it is
+one of these. A fault says which statement it meets, how often, and whether the statement is executed before it fails.
 """
 
 from __future__ import annotations
 
-import re
+import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
-from dramatiq_saga.store.database import Store
+import peewee
 
-#: What the verbs do to a row, by the statement that does it.
-CLAIM = r"UPDATE \{action_runs\} SET status = 'running'"
-COMPLETE = r"UPDATE \{action_runs\} SET status = 'completed'"
-FAIL = r"UPDATE \{action_runs\} SET status = 'failed'"
-GIVE_UP = r"UPDATE \{action_runs\} SET given_up = TRUE"
-RELEASE = r"UPDATE \{action_runs\} SET status = 'pending'"
-CLAIM_UNDO = r"UPDATE \{compensation_runs\} SET status = 'running'"
-COMPLETE_UNDO = r"UPDATE \{compensation_runs\} SET status = 'completed'"
-RECORD_SIDE_EFFECT = r"INTO? \{side_effects\}|\{side_effects\} \("
-DECIDE = r"UPDATE \{flow_runs\} SET status = \?"
-PLAN_ROLLBACK = r"UPDATE \{flow_runs\} SET status = 'rolling_back'"
+BUSY, IOERR_WRITE, FULL, READONLY, CONSTRAINT = 5, 778, 13, 8, 19
+
+_NAMES = {BUSY: "SQLITE_BUSY", IOERR_WRITE: "SQLITE_IOERR_WRITE", FULL: "SQLITE_FULL", READONLY: "SQLITE_READONLY"}
 
 
-class _Abort(Exception):
-    """Leaves the operation, so that the store rolls it back."""
+def driver_error(code: int, text: str = "injected") -> sqlite3.Error:
+    """An error as the driver raises it, with its result code."""
+    kind = sqlite3.IntegrityError if code == CONSTRAINT else sqlite3.OperationalError
+    error = kind(f"{text} ({_NAMES.get(code, code)})")
+    error.sqlite_errorcode = code
+    error.sqlite_errorname = _NAMES.get(code, "SQLITE_ERROR")
+    return error
 
 
-class Rule:
-    """One fault: where, how often, and what becomes of the write."""
+@dataclass
+class Fault:
+    """Fails statements that start with ``statement`` and contain ``containing``, ``times`` times."""
 
-    def __init__(self, statement: str, *, times: int | None, kind: str, error: Callable[[], BaseException], then: Any) -> None:
-        self.pattern = re.compile(statement)
-        self.left = times
-        self.kind = kind
-        self.error = error
-        self.then = then
-        self.met = 0
+    statement: str
+    code: int = BUSY
+    times: int = 1
+    containing: str = ""
+    executed: bool = False  # the statement takes effect before it fails
 
-    def heal(self) -> None:
-        """No more of this fault."""
-        self.left = 0
+    def meets(self, sql: str) -> bool:
+        return self.times > 0 and sql.startswith(self.statement) and self.containing in sql
 
 
+@dataclass
 class Faults:
-    """The faults of one store."""
+    """What is armed, and every statement that was executed or refused while recording."""
 
-    def __init__(self, store: Store) -> None:
-        self._write = store.write
-        self._rules: list[Rule] = []
-        self._lock = threading.Lock()
-        store.write = self.write  # type: ignore[method-assign]
+    armed: list[Fault] = field(default_factory=list)
+    statements: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def refuse(self, statement: str, times: int | None = 1, *, error: Callable[[], BaseException] | None = None,
-               then: Callable[[], None] | None = None) -> Rule:  # fmt: skip
-        """The next ``times`` writes with such a statement (all, with ``None``) are rolled back and refused; ``then`` is
-        called in the caller's thread each time."""
-        return self._add(Rule(statement, times=times, kind="refuse", error=error or _refused, then=then))
+    def arm(self, statement: str, code: int = BUSY, **options: Any) -> None:
+        self.armed.append(Fault(statement, code, **options))
 
-    def unknown(self, statement: str, times: int = 1, *, landed: bool, then: Callable[[], None] | None = None) -> Rule:
-        """The next ``times`` such writes end with nobody knowing; in truth they have landed, or not."""
-        return self._add(Rule(statement, times=times, kind="landed" if landed else "refuse", error=_unknown, then=then))
+    def clear(self) -> None:
+        self.armed.clear()
+        self.statements.clear()
 
-    def pause(self, statement: str, then: Callable[[], None], times: int = 1) -> Rule:
-        """``then`` is called in the caller's thread once such a write has committed, before the caller goes on."""
-        return self._add(Rule(statement, times=times, kind="after", error=_unknown, then=then))
-
-    def _add(self, rule: Rule) -> Rule:
-        self._rules.append(rule)
-        return rule
-
-    def write(self, operation: Callable[[Any], Any]) -> Any:
-        met: list[Rule] = []
-
-        def watched(tx: Any) -> Any:
-            met.clear()
-            return operation(_Watched(tx, self, met))
-
-        try:
-            value = self._write(watched)
-        except _Abort:
-            rule = met[-1]
-            if rule.then is not None:
-                rule.then()
-            raise rule.error() from None
-        for rule in met:
-            self._count(rule)
-            if rule.then is not None:
-                rule.then()
-            if rule.kind == "landed":
-                raise rule.error()
-        return value
-
-    def matching(self, sql: str) -> Rule | None:
-        for rule in self._rules:
-            if rule.left != 0 and rule.pattern.search(sql):
-                return rule
-        return None
-
-    def _count(self, rule: Rule) -> None:
-        with self._lock:
-            rule.met += 1
-            if rule.left:
-                rule.left -= 1
+    def count(self, statement: str) -> int:
+        return sum(1 for sql in self.statements if sql.startswith(statement))
 
 
-class _Watched:
-    """A transaction that looks at every statement before it is executed."""
+class Database(peewee.SqliteDatabase):
+    """A Peewee database whose driver connections obey ``faults``."""
 
-    def __init__(self, tx: Any, faults: Faults, met: list[Rule]) -> None:
-        self._tx = tx
-        self._faults = faults
-        self._met = met
-        self.dialect = tx.dialect
-        self.after_commit = tx.after_commit
+    def __init__(self, path: Path | str, **options: Any) -> None:
+        self.faults = faults = Faults()
 
-    def _look(self, sql: str) -> None:
-        rule = self._faults.matching(sql)
-        if rule is None:
-            return
-        self._met.append(rule)
-        if rule.kind == "refuse":
-            self._faults._count(rule)
-            raise _Abort
+        class Connection(sqlite3.Connection):
+            def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+                with faults.lock:
+                    faults.statements.append(sql)
+                    fault = next((one for one in faults.armed if one.meets(sql)), None)
+                    if fault is not None:
+                        fault.times -= 1
+                if fault is None:
+                    return super().execute(sql, parameters)
+                if fault.executed:
+                    super().execute(sql, parameters).fetchall()
+                raise driver_error(fault.code, sql.split()[0])
 
-    def run(self, sql: str, params: Sequence[object] = ()) -> int:
-        self._look(sql)
-        return int(self._tx.run(sql, params))
-
-    def all(self, sql: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        self._look(sql)
-        return list(self._tx.all(sql, params))
-
-    def one(self, sql: str, params: Sequence[object] = ()) -> Any:
-        self._look(sql)
-        return self._tx.one(sql, params)
-
-
-def _refused() -> BaseException:
-    return WriteRefusedError("refused for the test", "body", 5, True)
-
-
-def _unknown() -> BaseException:
-    return WriteUnknownError("nobody knows, for the test", "commit", None, True)
+        super().__init__(str(path), factory=Connection, **options)

@@ -10,9 +10,9 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 from dramatiq.middleware.threading import raise_thread_exception
 
 from dramatiq_saga import Flow, FlowFailedError, current_step
-from tests.support import faults as f
+from tests.support import store_faults as f
 from tests.support.application import Application, Applications
-from tests.support.faults import Faults
+from tests.support.store_faults import Faults
 from tests.support.waiting import eventually
 
 

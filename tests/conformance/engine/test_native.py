@@ -240,7 +240,7 @@ def test_an_age_limit_for_everybody_leaves_runs_alone(kind: str, applications: A
 @pytest.mark.parametrize("kind", ["sqlite", "redis", "stub"])
 def test_a_retry_rule_for_everybody_leaves_drives_alone(kind: str, applications: Applications) -> None:
     """NATIVE-7: the broker's own retry_when never makes a drive be given up."""
-    from tests.support import faults
+    from tests.support import store_faults as faults
 
     middleware = [AgeLimit(), TimeLimit(), Callbacks(), Pipelines(), Retries(retry_when=lambda tries, error: False)]
     app = applications(kind, middleware=middleware)

@@ -9,9 +9,9 @@ import dramatiq.worker
 import pytest
 
 from dramatiq_saga import Flow
-from tests.support import faults as f
+from tests.support import store_faults as f
 from tests.support.application import Application, Applications
-from tests.support.faults import Faults
+from tests.support.store_faults import Faults
 from tests.support.waiting import eventually
 
 

@@ -43,6 +43,10 @@ _PG_ANSWERS_COMMIT = ("23", "40", "P0")
 _MYSQL_AGAIN = frozenset({1205, 1213})
 # Client: no connection (0), gone away, lost, lost at a system call. Server: shutdown, killed, idle for too long.
 _MYSQL_LOST = frozenset({0, 2006, 2013, 2055, 1053, 1927, 4031})
+# The statement's own, which the drivers file under operational errors: unknown column, packet too large, no default value,
+# number out of range, check constraint (MySQL, MariaDB).
+_MYSQL_OWN = frozenset({1054, 1153, 1364, 1690, 3819, 4025})
+_MYSQL_OWN_STATES = ("21", "22", "23", "42")
 
 
 def fate_of(error: BaseException, dialect: str) -> Fate:
@@ -69,7 +73,8 @@ def fate_of(error: BaseException, dialect: str) -> Fate:
         return Fate.AGAIN
     if number in _MYSQL_LOST or isinstance(error, peewee.InterfaceError):
         return Fate.LOST
-    return Fate.REFUSED if surroundings else Fate.OTHER
+    own = number in _MYSQL_OWN or (_sqlstate(original) or "").startswith(_MYSQL_OWN_STATES)
+    return Fate.REFUSED if surroundings and not own else Fate.OTHER
 
 
 def answers_commit(error: BaseException, dialect: str) -> bool:

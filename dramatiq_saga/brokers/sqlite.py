@@ -21,16 +21,13 @@ from typing import TYPE_CHECKING, Any
 import peewee
 
 from ..errors import SettingsError, WriteRefusedError
+from ..store.sqlite_errors import RETRYABLE
 from . import reservations
 from .database import DatabaseBroker
 from .settlement import Settlement
 
 if TYPE_CHECKING:
     from ..store.database import Tx
-
-#: Result codes of a refusal that may be met by trying again: BUSY, LOCKED, BUSY_RECOVERY, LOCKED_SHAREDCACHE,
-#: BUSY_SNAPSHOT, BUSY_TIMEOUT.
-CONTENTION = frozenset({5, 6, 261, 262, 517, 773})
 
 #: DELETE statements per message, counting those that were rolled back.
 MAX_STATEMENTS = 3
@@ -58,7 +55,7 @@ class SQLiteBroker(DatabaseBroker):
         try:
             deliveries = super().run_reservation(queue, operation)
         except WriteRefusedError as refusal:
-            if refusal.sqlite_errorcode not in CONTENTION:
+            if refusal.sqlite_errorcode not in RETRYABLE:
                 raise
             self._reservation_refused(queue, refusal)
             return None
@@ -91,7 +88,7 @@ class SQLiteBroker(DatabaseBroker):
             try:
                 return self.execute(attempt)
             except WriteRefusedError as refusal:
-                if refusal.sqlite_errorcode not in CONTENTION or not attempt.may_go_on():
+                if refusal.sqlite_errorcode not in RETRYABLE or not attempt.may_go_on():
                     raise
                 attempt.refusal = refusal
             except _NotAdmittedError:

@@ -113,7 +113,7 @@ def test_a_broken_disk_is_not_taken_for_contention(guarded: Guarded, code: int) 
     guarded.send()
     consumer = guarded.consumer()
     guarded.faults.arm("UPDATE", code, containing="SET state = 2")
-    with pytest.raises((peewee.DatabaseError, DatabaseUnusableError), match="UPDATE"):
+    with pytest.raises((StoreError, DatabaseUnusableError), match="UPDATE"):
         next(consumer)
     assert sum(1 for sql in guarded.faults.statements if "SET state = 2" in sql) == 1
     untouched(guarded)

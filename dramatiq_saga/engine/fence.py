@@ -17,7 +17,7 @@ by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..codec import freeze
@@ -59,7 +59,7 @@ _FRESH = (
     "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (
-    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL "
+    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, next_try_at = ? "
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
@@ -145,8 +145,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if outcome.kind == "given_up" and outcome.error is None:
         error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
     value = None if outcome.result is None else freeze(outcome.result)
-    entry = replace(
-        entry, status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
+    entry = entry.settled(
+        status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
     )
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]
@@ -288,7 +288,11 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it."""
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+
+    ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
+    told from one that waits for its moment (DOCTOR-1).
+    """
     job = claim.job
     now = engine.now()
     sql = _FAIL_TRY_STEP if job.kind == "step" else _FAIL_TRY_COMPENSATION
@@ -297,7 +301,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
-        if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
+        if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
         row = tx.one(

@@ -84,6 +84,7 @@ class DatabaseBroker(StagingBroker):
         super().__init__(middleware=middleware)
         self.queues = set(self.queues)
         self.store: Store = open_store(database, prefix=prefix, clock=clock)
+        self._check_database()
         self.retry_after = retry_after
         self.poll_interval = poll_interval
         self.extend_every = every
@@ -91,6 +92,9 @@ class DatabaseBroker(StagingBroker):
         self._lease_ms = round(retry_after * 1000)
         self._hooks = threading.local()  # .proxy: the delivery whose after hooks run in this thread
         self._here = Deliveries(self)
+
+    def _check_database(self) -> None:
+        """Refuse a database that this kind of broker cannot serve."""
 
     @property
     def here(self) -> Deliveries:
@@ -132,16 +136,16 @@ class DatabaseBroker(StagingBroker):
         """Run the after hooks; what they send is kept for the acknowledgement (see ``settlement``).
 
         Dramatiq swallows what goes wrong in here and acknowledges all the same. An interrupt (a time limit that ran out a
-        moment too late, a shutdown) can cut the hooks short, Retries among them. While an error is being handled, that
-        would first acknowledge the message and then end the worker thread; so the acknowledgement is withheld, the message
-        comes back after its lease, and the thread goes on.
+        moment too late, a shutdown) can cut the hooks short, Retries among them. While an error or a skip is being handled,
+        that would first acknowledge the message and then end the worker thread; so the acknowledgement is withheld, the
+        message comes back after its lease, and the thread goes on.
         """
         self._hooks.proxy = proxy
         try:
             super().emit_after(signal, proxy, **kwargs)
         except Interrupt as interrupt:
-            if kwargs.get("exception") is None:
-                raise
+            if signal == "process_message" and kwargs.get("exception") is None:
+                raise  # Dramatiq makes it a failure of the message, which Retries sees
             proxy.withheld = f"{type(interrupt).__name__} cut its after hooks short"
         finally:
             self._hooks.proxy = None

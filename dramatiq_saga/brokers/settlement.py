@@ -113,7 +113,7 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
     Never raises, because an error here would abort Dramatiq's shutdown: what cannot be given back comes back after its
     lease.
     """
-    unstarted = [proxy for proxy in proxies if not proxy.settled]
+    unstarted = sorted((proxy for proxy in proxies if not proxy.settled), key=lambda proxy: proxy.reservation.id)
     if not unstarted:
         return
 

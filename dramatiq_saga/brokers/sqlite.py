@@ -16,9 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import peewee
+from typing import TYPE_CHECKING
 
 from ..errors import SettingsError, WriteRefusedError
 from ..store.sqlite_errors import RETRYABLE
@@ -40,12 +38,11 @@ MAX_PAUSE = 0.1
 
 
 class SQLiteBroker(DatabaseBroker):
-    """A :class:`DatabaseBroker` on one SQLite file, for all processes of one machine."""
+    """A :class:`DatabaseBroker` on one SQLite file, for all processes of one machine; it takes the same parameters."""
 
-    def __init__(self, database: Any, **options: Any) -> None:
-        super().__init__(database, **options)
-        if not isinstance(self.store.database, peewee.SqliteDatabase):
-            raise SettingsError("database", f"{database!r} is not SQLite: use DatabaseBroker for other databases")
+    def _check_database(self) -> None:
+        if self.store.dialect != "sqlite":
+            raise SettingsError("database", "this is not SQLite: use DatabaseBroker for other databases")
         self._episodes: dict[str, _Episode] = {}
 
     def run_reservation(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,17 +25,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class _Drained(BaseException):
+    """Takes the place of an interrupt that is on its way, and is caught at once."""
+
+
 def disarm(broker: Broker | None) -> None:
-    """No interrupt will reach this thread for the message at hand any more, and one that is on its way is taken back."""
+    """No interrupt will reach this thread for the message at hand any more, and one that is on its way is taken back.
+
+    A time limit that had not run out is simply removed. Only where one had, or a shutdown notice was asked for, may an interrupt
+    be on its way; it is replaced by one of ours, which is waited for. (Taking it back with a null exception would leave the
+    interpreter looking for it at every call of every thread.)
+    """
     if broker is None:
         return
     ident = threading.get_ident()
+    on_its_way = False
     for middleware in broker.middleware:
         if isinstance(middleware, TimeLimit):
-            middleware.manager.remove_timeout(ident)
+            deadlines = getattr(middleware.manager, "deadlines", {})
+            on_its_way = on_its_way or (ident in deadlines and deadlines[ident] is None)
+            middleware.manager.remove_timeout(ident)  # type: ignore[no-untyped-call]
         elif isinstance(middleware, ShutdownNotifications):
+            on_its_way = on_its_way or ident in getattr(middleware.manager, "notifications", ())
             middleware.manager.remove_notification()
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
+    if on_its_way:
+        _drain(ident)
+
+
+def _drain(ident: int) -> None:
+    """Who else may be here: the thread that raises interrupts, between noting that it will and doing it. An interrupt that it
+    raises after this one is absorbed by the shield around the caller."""
+    try:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Drained))
+        while True:
+            time.sleep(0)
+    except _Drained:
+        return
 
 
 def shielded(part: Callable[[], T], arrived: list[Interrupt]) -> T:

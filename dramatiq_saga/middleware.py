@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import secrets
 import socket
 import threading
@@ -41,7 +42,14 @@ from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
-from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, UnknownActorError
+from .errors import (
+    MessageSkippedError,
+    MessageTooOldError,
+    MiddlewareOrderError,
+    SagaError,
+    SettingsError,
+    UnknownActorError,
+)
 from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
@@ -105,7 +113,6 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
-        self._warned: set[str] = set()
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
 
@@ -131,9 +138,9 @@ class SagaMiddleware(Middleware):
                     f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
                     'name one, for example SagaMiddleware("postgresql://localhost/shop")'
                 )
-            store = own
+            store = self._adopt(own)
         elif isinstance(own, Store) and own.is_same_database(self._database):
-            store = own
+            store = self._adopt(own)
         else:
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
@@ -146,6 +153,19 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+
+    def _adopt(self, store: Store) -> Store:
+        """The broker's own store, on which the settings about tables count as well."""
+        schema = self.settings.schema
+        if schema.table_prefix not in (store.prefix, Settings().schema.table_prefix):
+            raise SettingsError(
+                "schema.table_prefix",
+                f"{schema.table_prefix!r} is not the prefix of the broker's tables, {store.prefix!r}: "
+                f"give the broker prefix={schema.table_prefix!r} as well",
+            )
+        if schema.auto_create is not None:
+            store.auto_create = schema.auto_create
+        return store
 
     def runner(self, broker: Broker) -> Runner:
         """What runs messages on ``broker``."""
@@ -203,7 +223,7 @@ class SagaMiddleware(Middleware):
         """Refuse to start where the order of middleware, the schema or the database could lose work (SAFE-3)."""
         try:
             check_order(broker, self)
-            if is_gevent_active():
+            if is_gevent_active():  # type: ignore[no-untyped-call]
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
@@ -297,7 +317,7 @@ class SagaMiddleware(Middleware):
             return
         if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
             error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))
         elif self._unrecorded(delivery):
             self._withhold(delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
@@ -350,7 +370,7 @@ class SagaMiddleware(Middleware):
         message: Any = delivery.message
         reason = "its outcome could not be recorded before the worker stopped"
         if not hasattr(message, "withheld"):
-            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")
+            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")  # type: ignore[no-untyped-call]
         message.withheld = reason
 
     def _withholding(self, part: Any) -> None:
@@ -360,7 +380,7 @@ class SagaMiddleware(Middleware):
         except Exception as error:
             if not is_trouble(error):
                 raise
-            raise WithheldError(f"the outcome could not be recorded: {error}") from error
+            raise WithheldError(f"the outcome could not be recorded: {error}") from error  # type: ignore[no-untyped-call]
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
@@ -377,30 +397,12 @@ class SagaMiddleware(Middleware):
                 return
             except Exception as error:
                 if self.runner(broker).stopping.is_set():
-                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error  # type: ignore[no-untyped-call]
                 self.log.warning(
                     "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
                 )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
-
-    # --- advice ------------------------------------------------------------------------------------------------------
-
-    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
-        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
-        name = actor.actor_name
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
-            return
-        for middleware in actor.broker.middleware:
-            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
-                self.log.warning(
-                    "step_keeps_default_retries",
-                    actor=name,
-                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
-                )
 
 
 class BootRefusedError(SagaError, MiddlewareError):
@@ -455,7 +457,20 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     if outgoing.priority is not None:
         options["priority"] = outgoing.priority
     options[OPTION] = facts
-    return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+    return Message(
+        queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+
+
+#: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
+def _message_id() -> str:
+    """A random id in the shape of Dramatiq's own, without asking the operating system for each."""
+    text = f"{_random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:

@@ -11,6 +11,7 @@ again, and the acknowledgement waits.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from .engine import drive as drives
 from .engine import fence, rollback
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.rows import Outgoing
+from .engine.snapshot import load
 from .errors import (
     MessageNotSentError,
     NotSerializableError,
@@ -55,6 +57,26 @@ MAX_HOP_MS = 60_000
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
+
+class _Marks:
+    """Marks that tell one claim from every other, those of other processes included: a random part per process and a count.
+
+    Without the random part, a restarted container (same process id, same count) could take a dead worker's claim for its own.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        self._boot = os.urandom(6).hex()
+        self._numbers = itertools.count()
+
+    def next(self) -> str:
+        return f"{self._boot}{next(self._numbers):x}"
+
+
+_marks = _Marks()
 _current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
 
 
@@ -181,7 +203,7 @@ class Runner:
             if delivery.interrupts:
                 self._put_back(delivery)
                 return
-            delivery.attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
+            delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
         claim = delivery.claim
         if claim is None:
             found = self.persist(delivery.attempt.run)
@@ -405,7 +427,7 @@ class Runner:
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        snapshot = drives.load(self.engine, run_id)
+        snapshot = load(self.engine, run_id)
         if snapshot is None:
             return
         if self.engine.drives(snapshot.workflow):
@@ -441,7 +463,7 @@ class Runner:
 
         def part() -> None:
             if job.kind == "step":
-                run = drives.load(self.engine, job.run_id)
+                run = load(self.engine, job.run_id)
                 if run is None:
                     return
                 outcome = fence.Outcome(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..clock import to_iso
 from ..codec import printable
+from ..errors import in_one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
     def line(cells: Sequence[str]) -> str:
         return "  ".join(
-            text.rjust(width) if numeric else text.ljust(width) for text, width, numeric in zip(cells, widths, right, strict=True)
+            text.rjust(width) if numeric else text.ljust(width)
+            for text, width, numeric in zip(cells, widths, right, strict=True)
         ).rstrip()
 
     return [line(heads), *(line(row) for row in texts)]
@@ -74,7 +76,11 @@ def duration(ms: int) -> str:
         return f"{ms} ms"
     if ms < 60_000:
         return f"{ms / 1000:.1f} s"
-    for size, unit, smaller_size, smaller in ((86_400_000, "d", 3_600_000, "h"), (3_600_000, "h", 60_000, "min"), (60_000, "min", 1000, "s")):
+    for size, unit, smaller_size, smaller in (
+        (86_400_000, "d", 3_600_000, "h"),
+        (3_600_000, "h", 60_000, "min"),
+        (60_000, "min", 1000, "s"),
+    ):
         if ms >= size:
             rest = ms % size // smaller_size
             return f"{ms // size} {unit}" + (f" {rest} {smaller}" if rest else "")
@@ -93,6 +99,5 @@ def relative(ms: int, now: int) -> str:
 
 def error_line(error: dict[str, Any]) -> str:
     """A recorded error in one line."""
-    kind = str(error.get("type") or "error").removeprefix("builtins.").removeprefix("dramatiq_saga.errors.")
-    message = error.get("message")
-    return printable(f"{kind}: {message}" if message else kind)
+    line = in_one_line(str(error.get("type") or "error"), str(error.get("message") or ""))
+    return printable(line.removesuffix(": "))

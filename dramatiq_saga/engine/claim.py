@@ -44,6 +44,14 @@ _STEP_COLUMNS = (
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
+# differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
+_CLAIM_STEP_RETURNING = _CLAIM_STEP + (
+    " RETURNING actor, args, attempts, tries, cycle, claims, max_claims, status, reclaim_stale_at, delivery, "
+    + ", ".join(
+        f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
+        for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context")
+    )
+)
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
@@ -159,12 +167,18 @@ class ClaimAttempt:
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
+        row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            landed = tx.run(_CLAIM_STEP, (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id))
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id)
+            if tx.dialect == "mysql":
+                landed = tx.run(_CLAIM_STEP, params)
+            else:
+                row = tx.one(_CLAIM_STEP_RETURNING, params)
+                landed = row is not None
         else:
             landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
-        row = self._read(tx)
+        row = row or self._read(tx)
         if landed and row is not None:
             kind = "action.started" if job.kind == "step" else "compensation.step_started"
             engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])

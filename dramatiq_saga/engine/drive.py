@@ -137,8 +137,8 @@ def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapsho
             )
         )  # fmt: skip
     status = {"suspended": "waiting" if decision.outside else "running"}.get(decision.kind, decision.kind)
-    return replace(
-        snapshot, status=status, revision=snapshot.revision + 1, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
+    return snapshot.moved(
+        status=status, revision=snapshot.revision + 1, wakes=snapshot.wakes, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
         tags={**snapshot.tags, **decision.tags} if decision.tags else snapshot.tags,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..codec import freeze
@@ -145,8 +145,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if outcome.kind == "given_up" and outcome.error is None:
         error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
     value = None if outcome.result is None else freeze(outcome.result)
-    entry = replace(
-        entry, status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
+    entry = entry.settled(
+        status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
     )
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -251,4 +250,7 @@ def with_outcome(snapshot: Snapshot, entry: StepEntry) -> Snapshot:
     """``snapshot`` as it will stand once the outcome in ``entry`` has been recorded and has raised the wake count."""
     entries = list(snapshot.entries)
     entries[entry.sequence - 1] = entry
-    return replace(snapshot, entries=entries, wakes=snapshot.wakes + 1)
+    return snapshot.moved(
+        status=snapshot.status, revision=snapshot.revision, wakes=snapshot.wakes + 1, wakes_seen=snapshot.wakes_seen,
+        hold_count=snapshot.hold_count, entries=entries, tags=snapshot.tags,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..codec import load_error, preview
+from ..errors import in_one_line
 
 if TYPE_CHECKING:
     from ..settings import History
@@ -99,6 +100,9 @@ def _detail(line: Line, settings: History) -> str | None:
         return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
     if line.error is not None:
         error = load_error(line.error)
-        kind = error["type"].removeprefix("builtins.")
-        return f"{kind}: {error['message']}" if settings.store_exceptions else kind
+        return (
+            in_one_line(error["type"], error["message"])
+            if settings.store_exceptions
+            else error["type"].removeprefix("builtins.")
+        )
     return line.detail

@@ -168,7 +168,7 @@ class Readers:
         return value, callbacks
 
     def close(self) -> None:
-        """Close what is idle; what is in use is closed by whoever returns to a closed pool."""
+        """Close what is idle; what is in use meanwhile stays for the next read, or for the next close."""
         while self._idle:
             self._idle.pop()[0].close()
 

@@ -56,6 +56,8 @@ class Joining:
 
     def run(self, operation: Callable[[Tx], T], outer: SQLiteTx | ServerTx | None) -> T:
         """Run ``operation`` in a savepoint of the open transaction; ``outer`` is the engine's, when it is one."""
+        if is_manual(self._database):
+            raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
         tx = self._host_tx() if outer is None else outer
         collected, tx.callbacks = tx.callbacks, None
         name = f"saga_{next(_numbers)}"
@@ -99,8 +101,6 @@ class Joining:
     # --- callbacks ---------------------------------------------------------------------------------------------------
 
     def _after_host_commit(self, callback: Callable[[], None]) -> None:
-        if is_manual(self._database):
-            raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
         if not self._listening:
             self._database.query_hooks.append(self._heard)
             self._listening = True

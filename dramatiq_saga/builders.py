@@ -330,8 +330,9 @@ def compensation(
 
 def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """``[args, kwargs]`` encoded, after checking that the actor can be called with them."""
-    signature = signature_of(actor.fn)
-    if signature is not None:
+    if not _fits(actor.fn, len(args), tuple(kwargs)):
+        signature = signature_of(actor.fn)
+        assert signature is not None
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -340,6 +341,19 @@ def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return encode_call(args, kwargs)
     except NotSerializableError as error:
         raise NotSerializableError(f"{actor.actor_name}: {error.path}", error.detail) from None
+
+
+@lru_cache(maxsize=4096)
+def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
+    """Whether a call of that shape binds; which values it carries makes no difference."""
+    signature = signature_of(fn)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*(None,) * positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)

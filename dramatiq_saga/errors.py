@@ -378,10 +378,6 @@ class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 
 
-class DatabaseUnusableError(SagaError):
-    """The database cannot be opened, is read-only, or is of a kind that cannot serve; nothing was written."""
-
-
 class StoreError(SagaError):
     """The store could not be used, or nobody can say what became of a write.
 
@@ -401,6 +397,10 @@ class StoreError(SagaError):
         return self.detail
 
 
+class DatabaseUnusableError(StoreError):
+    """The database cannot be opened, is read-only, or is of a kind that cannot serve; nothing was written."""
+
+
 class WriteRefusedError(StoreError):
     """The database refused the write and the whole transaction is known to have been rolled back: it may be tried again.
 
@@ -413,6 +413,10 @@ class WriteUnknownError(StoreError):
 
     Never retried blindly; the writer settles by its token (QUEUE-8).
     """
+
+
+class MessageNotSentError(StoreError):
+    """The broker would not take a message whose row is committed: it is sent again later (DRIVE-3). ``__cause__`` is its error."""
 
 
 # --- for authors -----------------------------------------------------------------------------------------------------

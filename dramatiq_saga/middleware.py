@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import secrets
 import socket
 import threading
@@ -26,6 +27,7 @@ from dramatiq.middleware import (
     Callbacks,
     CurrentMessage,
     GroupCallbacks,
+    Interrupt,
     Middleware,
     MiddlewareError,
     Pipelines,
@@ -46,7 +48,6 @@ from .errors import (
     MiddlewareOrderError,
     SagaError,
     SettingsError,
-    StoreError,
     UnknownActorError,
 )
 from .flow import Flow
@@ -54,6 +55,7 @@ from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
 from .store.database import Store, open_store
+from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
     from dramatiq import Worker
@@ -277,7 +279,7 @@ class SagaMiddleware(Middleware):
         if claim is not None:
             try:
                 fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
-            except StoreError as error:
+            except Exception as error:
                 self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
@@ -293,17 +295,15 @@ class SagaMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        delivery = self._local.delivery
-        if delivery is None or exception is None or delivery.state != "claimed" or delivery.claim is None:
+        if not isinstance(exception, Interrupt) or OPTION not in message.options:
             return
-        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded here.
-        from .codec import describe_error
-        from .engine import fence
-
-        claim, runner = delivery.claim, self.runner(broker)
-        text = describe_error(exception)
-        if runner.persist(lambda: fence.fail_try(runner.engine, claim, text)):
-            delivery.state = "failed"
+        # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
+        local = self._local
+        if local.delivery is None or local.delivery.message is not message:
+            local.delivery = Delivery(message)
+        delivery, local.pending = local.delivery, None
+        if delivery.job is not None and delivery.state in ("new", "claimed"):
+            self.runner(broker).resume(delivery, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
@@ -312,30 +312,36 @@ class SagaMiddleware(Middleware):
 
     def before_ack(self, broker: Broker, message: MessageProxy) -> None:
         """What would be forgotten with this acknowledgement is recorded first."""
-        delivery = self._take(message)
-        if delivery is None:
+        delivery = self._local.delivery
+        if delivery is None or delivery.message is not message:
             return
-        if delivery.state == "new" and delivery.job is not None:
+        if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
             error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
             self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
             if delivery.retry_asked:
                 self._withholding(lambda: self._retry_again(broker, delivery))
             else:  # nothing on this broker retries
                 self._withholding(lambda: self.runner(broker).give_up(delivery))
+        self._let_go()
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
         if OPTION not in message.options:
             return
-        delivery = self._take(message) or Delivery(message)
+        delivery = self._local.delivery
+        if delivery is None or delivery.message is not message:
+            delivery = Delivery(message)
         job = delivery.job
+        runner = self.runner(broker)
         if job is None:
             self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
-            return
-        runner = self.runner(broker)
-        if delivery.state == "failed":
+        elif delivery.state == "failed":
             self._withholding(lambda: runner.give_up(delivery))
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
         elif delivery.state == "new":
             if delivery.actor not in broker.actors:
                 error: SagaError = UnknownActorError(
@@ -349,21 +355,31 @@ class SagaMiddleware(Middleware):
                     f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
                 )
             self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+        self._let_go()
 
-    def _take(self, message: MessageProxy) -> Delivery | None:
-        """The delivery of this message, which is over now."""
-        local = self._local
-        delivery = local.delivery
-        if delivery is None or delivery.message is not message:
-            return None
-        local.delivery = local.pending = None
-        return delivery
+    def _let_go(self) -> None:
+        """The delivery at hand is over. Until then Dramatiq may come again for it, when its end was withheld."""
+        self._local.delivery = self._local.pending = None
+
+    def _unrecorded(self, delivery: Delivery) -> bool:
+        """Whether its claim or its outcome is not known to be durable: the worker was stopped while the store refused."""
+        return delivery.state == "claimed" or (delivery.state == "new" and delivery.attempt is not None)
+
+    def _withhold(self, delivery: Delivery) -> None:
+        """Leave the message to its redelivery (FENCE-3)."""
+        message: Any = delivery.message
+        reason = "its outcome could not be recorded before the worker stopped"
+        if not hasattr(message, "withheld"):
+            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")
+        message.withheld = reason
 
     def _withholding(self, part: Any) -> None:
         """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
         try:
             part()
-        except StoreError as error:
+        except Exception as error:
+            if not is_trouble(error):
+                raise
             raise WithheldError(f"the outcome could not be recorded: {error}") from error
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
@@ -441,7 +457,20 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     if outgoing.priority is not None:
         options["priority"] = outgoing.priority
     options[OPTION] = facts
-    return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+    return Message(
+        queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+
+
+#: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
+def _message_id() -> str:
+    """A random id in the shape of Dramatiq's own, without asking the operating system for each."""
+    text = f"{_random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:

@@ -254,12 +254,12 @@ class DatabaseBroker(Broker):
             reservations.insert(tx, prepared, now=now)
 
     def can_take(self, prepared: Prepared) -> bool:
-        """Whether this process would deliver that message itself: it is due, a worker here consumes its queue and knows its actor."""
-        return (
-            prepared.due_at is None
-            and prepared.message.actor_name in self.actors
-            and self.here.consumer_thread(prepared.queue) is not None
-        )
+        """Whether this process may deliver that message itself: it is due, a worker here consumes its queue and knows its
+        actor, and nobody is passed by for too long (:meth:`DatabaseConsumer.may_hand_over`)."""
+        if prepared.due_at is not None or prepared.message.actor_name not in self.actors:
+            return False
+        thread = self.here.consumer_thread(prepared.queue)
+        return thread is not None and thread.consumer.may_hand_over()
 
     def hand_over(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> Reservation | None:
         """As :meth:`stage` with a reservation, but the row stays reserved for this process, which saves a reservation.

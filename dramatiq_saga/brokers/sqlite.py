@@ -89,7 +89,7 @@ class SQLiteBroker(DatabaseBroker):
         attempt = _GuardedAttempt(operation)
         while True:
             try:
-                return self.store.submit(attempt).result()
+                return self.execute(attempt)
             except WriteRefusedError as refusal:
                 if refusal.sqlite_errorcode not in CONTENTION or not attempt.may_go_on():
                     raise

@@ -82,6 +82,11 @@ def duration(ms: int) -> str:
     raise AssertionError("unreachable")
 
 
+def times(number: int, one: str, many: str) -> str:
+    """``1 try``, ``3 tries``."""
+    return f"{number} {one if number == 1 else many}"
+
+
 def relative(ms: int, now: int) -> str:
     """``in 12.0 s``, or ``3 min ago``."""
     return f"in {duration(ms - now)}" if ms > now else f"{duration(now - ms)} ago"

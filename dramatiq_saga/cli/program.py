@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SagaError, DramatiqError) as error:
         return _fail(error, 1)
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _BROKER_PACKAGES:
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _BROKER_PACKAGES:
             raise
         return _fail(f"the broker does not answer: {type(error).__name__}: {error}", 1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..operations import Operator
 from ..reports import CompensationReport, RunReport, StepReport
-from .answer import Answer, cell, cut, duration, error_line, moment, relative, table
+from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Longest payload or message in one line, in characters.
 WIDTH = 160
@@ -22,6 +22,8 @@ _ROLLBACK = {
     "halted": "halted: what follows the failed undo was not undone",
     "done": "done",
 }
+
+_UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -81,12 +83,12 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
     if report.hold_error is not None:
         yield "held", error_line(report.hold_error)
         due = f"{moment(report.hold_until)} ({relative(report.hold_until, now)})" if report.hold_until is not None else "by a kick"
-        yield "", f"held {report.hold_count} times; a sweep drives it again at {due}"
+        yield "", f"held {times(report.hold_count, 'time', 'times')}; a sweep drives it again at {due}"
     elif report.unseen_wakes and report.ended_at is None:
         new = report.status == "pending"
         yield "waits for", "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen"
     if report.repair_attempts:
-        yield "repairs", f"driven again {report.repair_attempts} times by the doctor"
+        yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
@@ -96,28 +98,25 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
     status = row.status.replace("_", " ")
     if upcoming is not None and row.status == "failed":
         when = f" at {moment(upcoming.at)} ({relative(upcoming.at, now)})" if upcoming.at is not None else ""
-        return f"{status}: {_times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
+        return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
     if upcoming is not None:
         held = upcoming.at is not None and upcoming.at > now
         when = f"not before {moment(upcoming.at)} ({relative(upcoming.at or 0, now)})" if held else "as soon as a worker takes it"
-        again = f"; sent again {report.repair_attempts} times by the doctor" if report.repair_attempts else ""
+        again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
         return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
     if row.status == "running" and row.started_at is not None:
         return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
     if row.status == "failed":
-        return f"{status} for good after {_times(row.tries, 'try', 'tries')}{_ended(row)}"
+        return f"{status} for good after {times(row.tries, 'try', 'tries')}{_ended(row)}"
     if row.status == "completed":
-        extra = f" after {_times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
+        extra = f" after {times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
         return f"{status}{extra}{_ended(row)}"
-    return f"{status}{_ended(row)}"
+    doubt = ", and may have been at work" if row.attempts > row.tries else ""
+    return f"{status}{_ended(row)}{doubt}"
 
 
 def _try(number: int, of: int | None) -> str:
     return f"try {number}" + (f" of {of}" if of is not None else "")
-
-
-def _times(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _ended(row: Any) -> str:
@@ -146,14 +145,16 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
         yield f"result {cut(cell(result), WIDTH)}"
     compensation = step.compensation
     if compensation is not None:
-        undo = f" ({compensation.row.undoes} before)" if compensation.row.undoes != "completed" else ""
-        yield f"undone by {cell(compensation.row.actor)}{undo}: {_standing(compensation, now)}"
+        undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
+        yield f"undo by {cell(compensation.row.actor)}{undo}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
         if compensation.row.status == "running" and compensation.row.worker_id:
             yield f"  worker {cell(compensation.row.worker_id)}, claim {compensation.row.attempts}"
     elif step.undo is not None and report.ended_at is None:
         yield f"would be undone by {cell(step.undo)}"
+    elif step.undo is not None and row.status == "completed" and report.status != "completed":
+        yield f"not undone: {cell(step.undo)} was never sent"
 
 
 def _events(report: RunReport) -> list[str]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import MessageNotSentError
 from .rows import Outgoing
 
 if TYPE_CHECKING:
@@ -160,11 +161,20 @@ class DeferredOutbox:
             self._send()
 
     def _send(self) -> None:
-        """Send what has not been sent; after an error, another call goes on where this one stopped."""
+        """Send what has not been sent; after an error, another call goes on where this one stopped.
+
+        Raises:
+          MessageNotSentError: the rows are committed, and some of their messages are not on their way.
+        """
         sender, messages = self._sender, self._messages
         while self._sent < len(messages):
             message = messages[self._sent]
-            sender.enqueue(sender.build(message), message.delay)
+            try:
+                sender.enqueue(sender.build(message), message.delay)
+            except Exception as error:
+                raise MessageNotSentError(
+                    f"the message of {message.actor} for run {message.run_id} could not be sent: {type(error).__name__}: {error}"
+                ) from error
             self._sent += 1
         if messages:
             now = sender.store.clock.now()

@@ -37,8 +37,9 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
     if run is None:
         return None
     entries: dict[int, Entry] = {}
-    for row in tx.all(_STEPS, (run_id,)):
-        entries[row[0]] = step_entry(row)
+    if run[7]:  # without a decision there are no steps
+        for row in tx.all(_STEPS, (run_id,)):
+            entries[row[0]] = step_entry(row)
     for sequence, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
         entries[sequence] = SideEffectEntry(sequence, name, freeze(bytes(value)))
     tags = dict(tx.all(_TAGS, (run_id,)))

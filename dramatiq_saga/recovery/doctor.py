@@ -23,10 +23,10 @@ from ..codec import describe_error
 from ..engine import fence, rollback
 from ..engine.claim import Job
 from ..engine.rows import Outgoing
-from ..errors import StoreError, UnknownActorError
+from ..errors import MessageNotSentError, StoreError, UnknownActorError
 from ..journal import history
-from ..store.models import BETWEEN_TRIES, LIVE_FLOW, OPEN_ACTION, OPEN_COMPENSATION
-from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, WANTED, Row, UndeliveredError, read, select, send_again
+from ..store.models import LIVE
+from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, WANTED, Row, read, select, send_again
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 BROKER_IS_DOWN = 3
 
 # The first terms of each are the predicate of an index that holds live rows only.
-_LATE_TRY = f"r.{BETWEEN_TRIES} AND r.next_try_at <= ?"
-_UNSEEN = f"wakes > wakes_seen AND {LIVE_FLOW} AND r.woken_at <= ? AND r.hold_until IS NULL"
+_LATE_TRY = f"r.{LIVE} AND r.status = 'failed' AND r.given_up = FALSE AND r.next_try_at <= ?"
+_UNSEEN = f"r.wakes > r.wakes_seen AND r.{LIVE} AND r.woken_at <= ? AND r.hold_until IS NULL"
 _IN_BUDGET = "r.repair_attempts < ? AND (r.repair_after IS NULL OR r.repair_after <= ?)"
 _SPENT = "r.repair_attempts >= ? AND r.repair_after <= ?"
 
 _TAKE_RUN = (
     "UPDATE {flow_runs} SET repair_attempts = repair_attempts + 1, repair_after = ?, sent_at = COALESCE(sent_at, ?) "
     "WHERE id = ? AND revision = ? AND wakes = ? AND wakes > wakes_seen AND repair_attempts = ? "
-    "AND status IN ('pending', 'running', 'waiting', 'rolling_back')"
+    f"AND {LIVE}"
 )
 _RETURN_RUN = "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 WHERE id = ? AND revision = ? AND repair_attempts = ?"
 _RUN = "SELECT workflow, queue FROM {flow_runs} WHERE id = ?"
@@ -74,12 +74,12 @@ class Rule:
 
 
 _NEVER_STARTED = Rule(
-    "R1", STEP, f"r.{OPEN_ACTION} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
+    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
     COMPENSATION,
-    f"r.{OPEN_COMPENSATION} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
+    f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
     f"AND COALESCE(r.not_before, 0) <= ? AND {LEVEL_RUNS}",
     "r.created_at",
     "R1: its message is lost",
@@ -87,11 +87,11 @@ _UNDO_NEVER_STARTED = Rule(
 _STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
 _UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
 _STEP_STALE = Rule(
-    "R3", STEP, f"r.{OPEN_ACTION} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
+    "R3", STEP, f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,
 )  # fmt: skip
 _UNDO_STALE = Rule(
-    "R3", COMPENSATION, f"r.{OPEN_COMPENSATION} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
+    "R3", COMPENSATION, f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,
 )  # fmt: skip
 
@@ -162,14 +162,14 @@ def _each(engine: Engine, report: RepairReport, found: list[Any], treat: Callabl
         try:
             treat(one)
             refused = 0
-        except StoreError:
-            raise
-        except UndeliveredError as error:
+        except MessageNotSentError as error:
             report.unsent += 1
             refused += 1
             _log(engine).warning("repair_not_sent", run_id=one.run_id, sequence=getattr(one, "sequence", None), error=str(error))
             if refused == BROKER_IS_DOWN:
                 return
+        except StoreError:
+            raise
         except Exception as error:
             report.errors += 1
             _log(engine).error("repair_failed", run_id=one.run_id, sequence=getattr(one, "sequence", None), exc_info=error)
@@ -238,11 +238,9 @@ def _wake(engine: Engine, sender: Sender, report: RepairReport, run: StuckRun) -
         return
     try:
         outbox.delivered()
-    except StoreError:
-        raise
-    except Exception as error:
+    except MessageNotSentError:
         engine.store.write(lambda tx: tx.run(_RETURN_RUN, (run.run_id, run.revision, run.repair_attempts + 1)))
-        raise UndeliveredError(f"{type(error).__name__}: {error}") from error
+        raise
     if not outbox.joined:
         engine.store.write(lambda tx: engine.record(tx, run.run_id, now, lines))
     report.runs += 1

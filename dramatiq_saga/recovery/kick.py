@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _RUN = "SELECT workflow, queue, priority, status, rollback, revision, wakes FROM {flow_runs} WHERE id = ?{for_update}"
 _REFILL_RUN = (
     "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _REFILL_ROLLBACK = (
     "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND rollback = 'running'"
 )
-_UNFINISHED = "(r.status IN ('pending', 'running', 'awaiting_retry') OR (r.status = 'failed' AND r.given_up = FALSE))"
+_UNFINISHED = "r.ended_at IS NULL"
 _ROWS = {
     STEP: select(STEP, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[STEP]}", order="r.sequence"),
     COMPENSATION: select(
@@ -37,8 +37,7 @@ _ROWS = {
     ),
 }
 _REFILL = (
-    "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? "
-    "AND (status IN ('pending', 'running', 'awaiting_retry') OR (status = 'failed' AND given_up = FALSE))"
+    "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
 )
 _REFILL_STEPS = _REFILL % "action_runs"
 _REFILL_COMPENSATIONS = _REFILL % "compensation_runs"

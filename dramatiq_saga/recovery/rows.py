@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import notify
 from ..engine.rows import Outgoing
-from ..errors import StoreError
+from ..errors import MessageNotSentError
 from ..journal import history
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ TABLES = {STEP: "action_runs", COMPENSATION: "compensation_runs"}
 
 #: Whether the run of a row ``r`` still wants it: steps go forward, compensations while their rollback runs.
 WANTED = {
-    STEP: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.status IN ('pending', 'running', 'waiting'))",
+    STEP: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.ended_at IS NULL AND f.status <> 'rolling_back')",
     COMPENSATION: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.rollback = 'running')",
 }
 
 #: No level before that of the compensation ``r`` is open: the level is the one that runs.
 LEVEL_RUNS = (
     "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level "
-    "AND (e.status IN ('pending', 'running') OR (e.status = 'failed' AND e.given_up = FALSE)))"
+    "AND e.ended_at IS NULL)"
 )
 
 _COLUMNS = (
@@ -51,7 +51,7 @@ _TAKE = (
 )
 _TAKE_STEP = _TAKE.format(
     table="action_runs",
-    more=" AND cycle = ? AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.status IN ('pending', 'running', 'waiting'))",
+    more=" AND cycle = ? AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')",
 )
 _TAKE_COMPENSATION = _TAKE.format(
     table="compensation_runs", more=" AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.rollback = 'running')"
@@ -60,10 +60,6 @@ _RETURN = "UPDATE {%s} SET repair_attempts = repair_attempts - 1 WHERE run_id = 
 _RETURN_STEP = _RETURN % "action_runs"
 _RETURN_COMPENSATION = _RETURN % "compensation_runs"
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
-
-
-class UndeliveredError(Exception):
-    """The broker did not take a message; the row is as it was, but for the time before which nobody tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ def send_again(engine: Engine, sender: Sender, *, row: Row, reason: str, repair_
     """Send a row's message once more and spend one of its repairs; false where the row is no longer as ``row`` has it.
 
     Raises:
-      UndeliveredError: a broker outside the transaction did not take the message; the repair is not spent.
+      MessageNotSentError: a broker outside the transaction did not take the message; the repair is not spent.
       StoreError: nothing was sent, or it was sent and only the note of it is missing.
     """
     outbox = sender.outbox(None)
@@ -134,11 +130,9 @@ def send_again(engine: Engine, sender: Sender, *, row: Row, reason: str, repair_
         return False
     try:
         outbox.delivered()
-    except StoreError:
-        raise
-    except Exception as error:
+    except MessageNotSentError:
         engine.store.write(lambda tx: _give_back(tx, row))
-        raise UndeliveredError(f"{type(error).__name__}: {error}") from error
+        raise
     if not outbox.joined:  # told once it is true
         engine.store.write(lambda tx: engine.record(tx, row.run_id, now, lines))
     notify.changes(engine, row.run_id, None, now, lines)

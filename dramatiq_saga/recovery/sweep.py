@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..store.models import OPEN_ACTION, OPEN_COMPENSATION
+from ..store.models import LIVE
 from . import doctor
 from .monitor import MonitorReport, monitor
 from .rows import COMPENSATION, STEP, TABLES, WANTED
@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 #: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
 LONG_RUNNING_MS = 3_600_000
 
-# The first terms are the predicates of the indexes of live rows.
-_RUNNING_FOREVER = "r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
-_NEVER_RECLAIMED = {
-    STEP: f"r.{OPEN_ACTION} AND {_RUNNING_FOREVER}",
-    COMPENSATION: f"r.{OPEN_COMPENSATION} AND {_RUNNING_FOREVER}",
-}
+# Its first term is the predicate of the indexes of live rows.
+_NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ def never_reclaimed(engine: Engine) -> int:
     """``running`` rows older than an hour that have no reclaim deadline (RECLAIM-4): they wait for a human."""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {where} AND {WANTED[kind]}" for kind, where in _NEVER_RECLAIMED.items()
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {_NEVER_RECLAIMED} AND {WANTED[kind]}" for kind in (STEP, COMPENSATION)
     ]
 
     def count(tx: Tx) -> int:
@@ -93,13 +89,11 @@ def never_reclaimed(engine: Engine) -> int:
 
 
 def _monitored(report: MonitorReport) -> str:
-    if not report.driven and not report.skipped and not report.errors:
-        return "no held run was due"
     parts = _parts(
         (report.resumed, "resumed"), (report.held_again, "held again"), (report.sent, "sent to a worker"),
-        (report.skipped, "skipped"), (report.errors, "failed"),
+        (report.skipped, "skipped"), (report.unsent, "not taken by the broker"), (report.errors, "failed (see the log)"),
     )  # fmt: skip
-    return f"held runs: {parts}"
+    return f"held runs: {parts}" if parts else "no held run was due"
 
 
 def _repaired(report: doctor.RepairReport) -> str:

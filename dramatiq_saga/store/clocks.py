@@ -22,12 +22,15 @@ logger = logging.getLogger("dramatiq_saga")
 #: Questions per measurement; the one that was answered fastest counts.
 SAMPLES = 3
 
-#: Between two measurements, and after one that failed; nanoseconds.
-REFRESH_AFTER = 600 * 10**9
-RETRY_AFTER = 10 * 10**9
+#: Between two measurements, and after one that failed; seconds.
+REFRESH_AFTER = 600
+RETRY_AFTER = 10
 
-#: How far wall clock and monotonic clock may drift apart before the wall clock counts as set; nanoseconds.
-TOLERANCE = 10**9
+#: How far this machine's clock and its monotonic clock may drift apart before the clock counts as set; seconds.
+TOLERANCE = 1.0
+
+#: This machine's clock, as it is.
+_machine = SystemClock()
 
 _QUESTIONS = {
     POSTGRESQL: "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)",
@@ -39,12 +42,12 @@ def measure_offset(cursor: Any, dialect: str) -> int:
     """The server's clock minus this machine's, milliseconds, give or take half a round trip."""
     best: tuple[int, int] | None = None
     for _ in range(SAMPLES):
-        asked, started = time.time_ns(), time.monotonic_ns()
+        asked, started = _machine.now(), time.monotonic_ns()
         with driver_errors:
             cursor.execute(_QUESTIONS[dialect])
             ((answer,),) = cursor.fetchall()
         took = time.monotonic_ns() - started
-        sample = took, int(answer) - (asked + took // 2) // 1_000_000
+        sample = took, int(answer) - (asked + took // 2_000_000)
         best = sample if best is None else min(best, sample)
     assert best is not None
     return best[1]
@@ -55,13 +58,13 @@ class Correction:
 
     def __init__(self, clock: SystemClock) -> None:
         self._clock = clock
-        self._due_at = 0  # monotonic
-        self._gap = 0  # wall clock minus monotonic clock, as of the last measurement
+        self._due_at = 0.0  # monotonic
+        self._gap = 0.0  # this machine's clock minus the monotonic one, as of the last measurement
 
     def is_due(self) -> bool:
         """Whether it is time to measure: a look at two clocks."""
-        monotonic = time.monotonic_ns()
-        return monotonic >= self._due_at or abs(time.time_ns() - monotonic - self._gap) > TOLERANCE
+        monotonic = time.monotonic()
+        return monotonic >= self._due_at or abs(_machine.now() / 1000 - monotonic - self._gap) > TOLERANCE
 
     def measure(self, cursor: Any, dialect: str) -> None:
         """Ask the server, now."""
@@ -72,9 +75,9 @@ class Correction:
         """The server could not be asked."""
         self._next(RETRY_AFTER)
 
-    def _next(self, after: int) -> None:
-        monotonic = time.monotonic_ns()
-        self._due_at, self._gap = monotonic + after, time.time_ns() - monotonic
+    def _next(self, after: float) -> None:
+        monotonic = time.monotonic()
+        self._due_at, self._gap = monotonic + after, _machine.now() / 1000 - monotonic
 
 
 class ServerClock(SystemClock):

@@ -14,15 +14,14 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from peewee import Database, SqliteDatabase
 
 from ..errors import DatabaseUnusableError, StoreError
 from .peewee_internals import keep_inherited, new_connection, pragmas_of, set_pragmas, twin_of
-from .rollback_proof import RETRYABLE, sqlite_code
 from .sql import Statements
+from .sqlite_errors import RETRYABLE, is_of_the_surroundings, sqlite_code, unusable
 from .transactions import SQLiteTx, Tx, as_peewee
 
 T = TypeVar("T")
@@ -52,8 +51,6 @@ CACHED_STATEMENTS = 256
 
 #: The first SQLite with RETURNING.
 MINIMUM_SQLITE = (3, 35, 0)
-
-_CANNOT_OPEN, _NOT_A_DATABASE, _READ_ONLY, _CORRUPT, _DENIED = 14, 26, 8, 11, 23
 
 
 def new_sqlite(path: str) -> SqliteDatabase:
@@ -109,7 +106,7 @@ class Connector:
                 # Who else is here: another process that turns the same new file into WAL. It holds the file for itself for
                 # a moment, and SQLite does not wait for that everywhere, so this does. test_twelve_processes_start_at_once
                 if sqlite_code(exc) not in RETRYABLE or time.monotonic() > deadline:
-                    raise self.unusable(exc) from as_peewee(exc)
+                    raise unusable(exc, str(file_of(self._database))) from as_peewee(exc)
             time.sleep(random.uniform(0.001, 0.02))
 
     def _check(self, connection: object, wanted: str) -> None:
@@ -126,28 +123,6 @@ class Connector:
                 self._database.database,
                 mode,
             )
-
-    def unusable(self, exc: BaseException) -> DatabaseUnusableError:
-        """The error for a file that cannot serve, with the way out."""
-        path = file_of(self._database) or str(self._database.database)
-        code = sqlite_code(exc)
-        primary = code & 0xFF if code is not None else None
-        parent = Path(path).resolve().parent
-        if primary == _CANNOT_OPEN and not parent.is_dir():
-            hint = f"the directory {parent} does not exist: create it"
-        elif primary in (_CANNOT_OPEN, _DENIED):
-            hint = f"check that it is a file and that this user may read and write it and the directory {parent}"
-        elif primary == _NOT_A_DATABASE:
-            hint = "it is not an SQLite database (or is encrypted): choose another path"
-        elif primary == _READ_ONLY:
-            hint = f"it is read-only: this user must be able to write the file and the directory {parent}"
-        elif primary == _CORRUPT:
-            hint = "it is damaged: restore a backup, or see https://sqlite.org/recovery.html"
-        elif code in RETRYABLE:
-            hint = "another process keeps it locked: find it (a backup, an open shell) and let it finish"
-        else:
-            hint = "check the disk and the permissions"
-        return DatabaseUnusableError(f"cannot use the SQLite file {path}: {exc}; {hint}")
 
 
 class Readers:
@@ -184,8 +159,8 @@ class Readers:
             except sqlite3.Error:
                 connection.close()
             error = as_peewee(exc)
-            if sqlite_code(error) in RETRYABLE:
-                raise StoreError(f"the database could not be read: {error}", "body", sqlite_code(error), True) from error
+            if is_of_the_surroundings(code := sqlite_code(error)):
+                raise StoreError(f"the database could not be read: {error}", "body", code, True) from error
             if error is exc:
                 raise
             raise error from None
@@ -193,7 +168,7 @@ class Readers:
         return value, callbacks
 
     def close(self) -> None:
-        """Close what is idle; what is in use is closed by whoever returns to a closed pool."""
+        """Close what is idle; what is in use meanwhile stays for the next read, or for the next close."""
         while self._idle:
             self._idle.pop()[0].close()
 

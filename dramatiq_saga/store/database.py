@@ -26,11 +26,11 @@ from .clocks import Correction, ServerClock
 from .connections import Connector, Readers, file_of, is_memory, new_sqlite, share_pragmas
 from .joining import Joining
 from .models import TABLES, Models
-from .peewee_internals import keeps_connections_per_thread, leave_to_parent
+from .peewee_internals import abandon_transaction, gives_memoryviews, keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
-from .transactions import Tx
+from .transactions import Quirks, Tx
 from .writer import Writer
 
 __all__ = ["Store", "Ticket", "Tx", "open_store"]
@@ -56,9 +56,10 @@ class Store:
         self.models: Models = models.build(database, prefix)
         self.commit_is_proof = self.dialect == SQLITE
         self.auto_create = self.dialect == SQLITE if auto_create is None else auto_create
-        self._texts = Statements(self.dialect, prefix, TABLES)
+        self._texts = Statements(self.dialect, prefix, tables=TABLES)
         self._local = threading.local()
-        self._joining = Joining(database, self.dialect, self._texts)
+        quirks = Quirks(memoryviews=gives_memoryviews(database))
+        self._joining = Joining(database, dialect=self.dialect, texts=self._texts, quirks=quirks)
         self._ready = False
         self._memory = False
         self._correction: Correction | None = None
@@ -69,14 +70,18 @@ class Store:
             connector = Connector(database)
             self._memory = is_memory(database)
             self._readers = Readers(connector, self._texts)
-            self._engine = Writer(database, connector, self._texts, prepare=self._prepare, moved=self._moved, local=self._local)
+            self._engine = Writer(
+                database, connector, texts=self._texts, prepare=self._prepare, moved=self._moved, local=self._local
+            )
         else:
             self.clock = clock or ServerClock(self._measure)
             if isinstance(self.clock, ServerClock):
                 self._correction = self.clock.correction
             elif isinstance(self.clock, SystemClock):
                 self._correction = Correction(self.clock)
-            self._engine = Servers(database, self.dialect, self._texts, prepare=self._prepare, local=self._local)
+            self._engine = Servers(
+                database, self._texts, dialect=self.dialect, quirks=quirks, prepare=self._prepare, local=self._local
+            )
         _stores.add(self)
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -132,12 +137,7 @@ class Store:
 
         For the code that called a step's body: what the body left uncommitted is not its work, and must not be joined (C59).
         """
-        if not self.database.in_transaction() or getattr(self._local, "tx", None) is not None:
-            return False
-        self.database.rollback()
-        while self.database.transaction_depth():
-            self.database.pop_transaction()
-        return True
+        return getattr(self._local, "tx", None) is None and abandon_transaction(self.database)
 
     def is_same_database(self, database: str | Path | Database) -> bool:
         """Whether ``database`` (a path, a URL or a ``Database``) names the database that this store is on."""
@@ -187,7 +187,10 @@ class Store:
         Raises SchemaVersionError for tables that are missing, older or newer (SAFE-3), DatabaseUnusableError where the
         database cannot be opened.
         """
-        self._control(self._prepare)
+        if self.joined():
+            self._prepare_joined()
+        else:
+            self._control(self._prepare)
 
     def migrate(self) -> list[str]:
         """Create the tables or bring them up to date; safe to call from many processes at once, and again.

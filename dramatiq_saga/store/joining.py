@@ -19,11 +19,11 @@ import peewee
 from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError
-from .peewee_internals import is_manual, transaction_status
-from .rollback_proof import RETRYABLE, sqlite_code
+from .peewee_internals import is_in_transaction, is_manual
 from .sql import SQLITE, Statements
+from .sqlite_errors import RETRYABLE, sqlite_code
 from .tickets import run_callbacks
-from .transactions import ServerTx, SQLiteTx, Tx
+from .transactions import Quirks, ServerTx, SQLiteTx, Tx
 
 T = TypeVar("T")
 
@@ -37,10 +37,11 @@ _numbers = itertools.count(1)
 class Joining:
     """Runs operations inside the calling thread's own transaction of one Database."""
 
-    def __init__(self, database: Database, dialect: str, texts: Statements) -> None:
+    def __init__(self, database: Database, *, dialect: str, texts: Statements, quirks: Quirks) -> None:
         self._database = database
         self._dialect = dialect
         self._texts = texts
+        self._quirks = quirks
         self._local = threading.local()
         self._listening = False
 
@@ -51,12 +52,12 @@ class Joining:
         """
         if not self._database.in_transaction():
             return False
-        if self._dialect == SQLITE:
-            return bool(self._database.connection().in_transaction)
-        return transaction_status(self._database) is not False
+        return is_in_transaction(self._database) is not False
 
     def run(self, operation: Callable[[Tx], T], outer: SQLiteTx | ServerTx | None) -> T:
         """Run ``operation`` in a savepoint of the open transaction; ``outer`` is the engine's, when it is one."""
+        if is_manual(self._database):
+            raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
         tx = self._host_tx() if outer is None else outer
         collected, tx.callbacks = tx.callbacks, None
         name = f"saga_{next(_numbers)}"
@@ -79,7 +80,7 @@ class Joining:
     def _host_tx(self) -> SQLiteTx | ServerTx:
         if self._dialect == SQLITE:
             return SQLiteTx(self._database.connection(), self._texts)
-        return ServerTx(self._database.cursor(), self._dialect, self._texts)
+        return ServerTx(self._database.cursor(), self._texts, dialect=self._dialect, quirks=self._quirks)
 
     def _undo(self, name: str, error: BaseException) -> None:
         """Roll back to the savepoint; raises the refusal that a contended SQLite write deserves."""
@@ -100,8 +101,6 @@ class Joining:
     # --- callbacks ---------------------------------------------------------------------------------------------------
 
     def _after_host_commit(self, callback: Callable[[], None]) -> None:
-        if is_manual(self._database):
-            raise StoreError("inside manual_commit() nobody can tell when the transaction commits: use atomic()")
         if not self._listening:
             self._database.query_hooks.append(self._heard)
             self._listening = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -25,6 +26,11 @@ _inherited: list[object] = []
 def keeps_connections_per_thread(database: Database) -> bool:
     """Whether each thread has a connection of its own, as everything here supposes."""
     return isinstance(cast("Any", database)._state, threading.local)
+
+
+def gives_memoryviews(database: Database) -> bool:
+    """Whether its driver hands out bytes as memoryviews: psycopg2 does."""
+    return isinstance(getattr(database, "_adapter", None), peewee.Psycopg2Adapter)
 
 
 def pragmas_of(database: SqliteDatabase) -> list[tuple[str, object]]:
@@ -90,14 +96,39 @@ def is_manual(database: Database) -> bool:
     return isinstance(database.top_transaction(), peewee._manual)
 
 
-def transaction_status(database: Database) -> bool | None:
-    """Whether the calling thread's connection to a server is inside a transaction; None where the driver cannot tell."""
+def is_in_transaction(database: Database) -> bool | None:
+    """Whether the calling thread's open connection is inside a transaction; None where the driver cannot tell."""
     connection = database.connection()
+    if isinstance(database, SqliteDatabase):
+        return bool(connection.in_transaction)
     adapter = getattr(database, "_adapter", None)
     if adapter is not None:
         return bool(adapter.txn_status(connection) != adapter.txn_idle)
     status = getattr(connection, "server_status", None)  # PyMySQL: the flags of the last answer
     return bool(status & 1) if isinstance(status, int) else None
+
+
+def commit_callbacks(database: Database) -> list[Callable[[], None]]:
+    """What waits for the calling thread's commit: the very list, for as long as the thread keeps its connection."""
+    return cast("list[Callable[[], None]]", cast("Any", database)._state.commit_callbacks)
+
+
+def abandon_transaction(database: Database) -> bool:
+    """Roll back whatever transaction the calling thread has open, with what waits for its commit; false without one.
+
+    Where ROLLBACK fails, the connection goes with it.
+    """
+    if database.is_closed() or not (database.in_transaction() or is_in_transaction(database)):
+        return False
+    try:
+        database.rollback()
+    except peewee.PeeweeException:
+        destroy(database)
+        return True
+    while database.transaction_depth():
+        database.pop_transaction()
+    commit_callbacks(database).clear()
+    return True
 
 
 def keep_inherited(thing: object) -> None:

@@ -23,13 +23,10 @@ from typing import Generic, TypeVar
 
 from peewee import SqliteDatabase
 
+from .sqlite_errors import RETRYABLE, sqlite_code
 from .transactions import as_peewee
 
 T = TypeVar("T")
-
-#: Result codes after which the same transaction may be run again once its rollback is proven: BUSY, LOCKED,
-#: BUSY_RECOVERY, LOCKED_SHAREDCACHE, BUSY_SNAPSHOT, BUSY_TIMEOUT.
-RETRYABLE = frozenset({5, 6, 261, 262, 517, 773})
 
 # Nobody else can name this savepoint, and the runner never nests: that it is there means that our root is.
 _TOKEN = f"saga_root_{os.urandom(8).hex()}"
@@ -72,18 +69,6 @@ class Outcome(Generic[T]):
 
 class _Marker:
     """Stands on Peewee's transaction stack while the runner owns the root, so ``atomic()`` inside becomes a savepoint."""
-
-
-def sqlite_code(error: BaseException | None) -> int | None:
-    """The extended result code of the first SQLite error behind an exception."""
-    for _ in range(20):
-        if error is None:
-            return None
-        original = error if isinstance(error, sqlite3.Error) else getattr(error, "orig", None)
-        if isinstance(original, sqlite3.Error):
-            return getattr(original, "sqlite_errorcode", None)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def run_root(database: SqliteDatabase, body: Callable[[], T]) -> Outcome[T]:

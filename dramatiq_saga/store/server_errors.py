@@ -1,6 +1,7 @@
 """What an error of a database server says about the transaction that met it.
 
-Judged by SQLSTATE and error numbers, never by text. Nothing here acts.
+Judged by SQLSTATE and error numbers, never by text. Whether an operation may be run again rests on it, so what is not known
+to prove a rollback proves nothing. Nothing here acts.
 """
 
 from __future__ import annotations
@@ -21,25 +22,22 @@ class Fate(Enum):
 
     #: Rolled back by the server; running it again may succeed: deadlock, serialisation failure, lock wait, no free connection.
     AGAIN = "again"
-    #: Rolled back by the server, as its answer to COMMIT.
-    REFUSED = "refused"
     #: The connection is gone. Unless COMMIT had been sent, the server rolls back.
     LOST = "lost"
-    #: Nothing.
+    #: The server's surroundings are at fault, not the operation: disk, memory, shutdown, a read-only standby.
+    REFUSED = "refused"
+    #: The operation's own: a constraint, a wrong statement, a value too large; or no error of the database at all.
     OTHER = "other"
-
-    @property
-    def proves_rollback(self) -> bool:
-        """Whether the transaction is known to be gone even though COMMIT had been sent."""
-        return self in (Fate.AGAIN, Fate.REFUSED)
 
 
 # Deadlock and serialisation failure.
 _PG_AGAIN = frozenset({"40001", "40P01"})
 # Connection exceptions, shutdown and crash, session timeouts.
 _PG_LOST = ("08", "57P01", "57P02", "57P03", "57P05", "25P03", "25P04")
-# Constraints and triggers that are checked at COMMIT.
-_PG_REFUSES_COMMIT = ("23", "40", "P0")
+# A limit of the server that the statement or a value of it exceeds.
+_PG_TOO_LARGE = "54"
+# What the server may answer to COMMIT, having rolled back: deferred constraints, serialisation, triggers.
+_PG_ANSWERS_COMMIT = ("23", "40", "P0")
 
 # Lock wait timeout, deadlock.
 _MYSQL_AGAIN = frozenset({1205, 1213})
@@ -47,8 +45,8 @@ _MYSQL_AGAIN = frozenset({1205, 1213})
 _MYSQL_LOST = frozenset({0, 2006, 2013, 2055, 1053, 1927, 4031})
 
 
-def fate_of(error: BaseException, dialect: str, *, committing: bool) -> Fate:
-    """What ``error`` says; ``committing`` when it was raised by COMMIT."""
+def fate_of(error: BaseException, dialect: str) -> Fate:
+    """What ``error`` says."""
     if isinstance(error, SilentRollback):
         return Fate.REFUSED
     if type(error).__name__ == "MaxConnectionsExceeded":  # of playhouse.pool, which is not imported for this
@@ -56,19 +54,33 @@ def fate_of(error: BaseException, dialect: str, *, committing: bool) -> Fate:
     original = getattr(error, "orig", None)
     if original is None:
         return Fate.OTHER
-    unspecific = isinstance(error, peewee.OperationalError | peewee.InterfaceError)
+    surroundings = isinstance(error, peewee.OperationalError | peewee.InternalError | peewee.InterfaceError)
     if dialect == POSTGRESQL:
-        state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-        if state is None:
-            return Fate.LOST if unspecific else Fate.OTHER  # the driver's own: there was nobody to give a state
+        state = _sqlstate(original)
+        if state is None:  # the driver's own: there was nobody to give a state
+            return Fate.LOST if surroundings and not isinstance(error, peewee.InternalError) else Fate.OTHER
         if state in _PG_AGAIN:
             return Fate.AGAIN
         if state.startswith(_PG_LOST):
             return Fate.LOST
-        return Fate.REFUSED if committing and state.startswith(_PG_REFUSES_COMMIT) else Fate.OTHER
+        return Fate.REFUSED if surroundings and not state.startswith(_PG_TOO_LARGE) else Fate.OTHER
     number = getattr(original, "errno", None) or (original.args[0] if original.args else None)
     if number in _MYSQL_AGAIN:
         return Fate.AGAIN
     if number in _MYSQL_LOST or isinstance(error, peewee.InterfaceError):
         return Fate.LOST
-    return Fate.OTHER
+    return Fate.REFUSED if surroundings else Fate.OTHER
+
+
+def answers_commit(error: BaseException, dialect: str) -> bool:
+    """Whether ``error``, raised by COMMIT, is the server's word that it has rolled back."""
+    if isinstance(error, SilentRollback):
+        return True
+    original = getattr(error, "orig", None)
+    if dialect == POSTGRESQL:
+        return (_sqlstate(original) or "").startswith(_PG_ANSWERS_COMMIT)
+    return fate_of(error, dialect) is Fate.AGAIN and original is not None
+
+
+def _sqlstate(original: object) -> str | None:
+    return getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)

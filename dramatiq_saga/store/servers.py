@@ -24,11 +24,11 @@ import peewee
 from peewee import Database
 
 from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
-from .peewee_internals import destroy, driver_errors, is_pooled, keep_inherited, transaction_status
-from .server_errors import Fate, SilentRollback, fate_of
+from .peewee_internals import commit_callbacks, destroy, driver_errors, is_in_transaction, is_pooled, keep_inherited
+from .server_errors import Fate, SilentRollback, answers_commit, fate_of
 from .sql import MYSQL, POSTGRESQL, Statements
 from .tickets import Ticket
-from .transactions import ServerTx
+from .transactions import Quirks, ServerTx
 
 logger = logging.getLogger("dramatiq_saga")
 
@@ -50,14 +50,16 @@ class Servers:
     def __init__(
         self,
         database: Database,
-        dialect: str,
         texts: Statements,
         *,
+        dialect: str,
+        quirks: Quirks,
         prepare: Callable[[], None],
         local: threading.local,
     ) -> None:
         self.database = database
         self.dialect = dialect
+        self.quirks = quirks
         self.texts = texts
         self.prepare = prepare
         self.local = local
@@ -155,8 +157,7 @@ class _ServerThread(Thread):
                 phase = "begin"
                 self._begin(ticket)
                 phase, ticket.executed = "body", True
-                self._tx.callbacks = None
-                value, callbacks = ticket.operation(self._tx), self._tx.callbacks
+                value, callbacks = self._execute(ticket)
                 phase = "commit"
                 self._commit()
             except BaseException as exc:
@@ -165,8 +166,8 @@ class _ServerThread(Thread):
                 ticket.finish(value, callbacks)
                 return
 
-            fate = fate_of(error, self._servers.dialect, committing=phase == "commit")
-            if phase == "commit" and not fate.proves_rollback:
+            fate = fate_of(error, self._servers.dialect)
+            if phase == "commit" and not answers_commit(error, self._servers.dialect):
                 self._disconnect()
                 if ticket.read:
                     ticket.finish(value, callbacks)  # it had read everything
@@ -189,9 +190,8 @@ class _ServerThread(Thread):
             unusable = DatabaseUnusableError(f"{error} Install dramatiq-saga[postgres] or dramatiq-saga[mysql]")
             unusable.__cause__ = error
             return unusable
-        if fate is Fate.OTHER or (fate is Fate.REFUSED and not isinstance(error, SilentRollback)):
-            if phase in ("body", "commit") or not isinstance(error, peewee.PeeweeException):
-                return error  # raised by the operation, by a statement of its own, or by a check of the schema
+        if fate is Fate.OTHER:
+            return error  # the operation's own, a statement's of it, or a check's of the schema
         what = "the database refused the read" if ticket.read else "the database refused the write"
         return _told(StoreError if ticket.read else WriteRefusedError, what, phase, error, ticket)
 
@@ -211,16 +211,28 @@ class _ServerThread(Thread):
                 execute("START TRANSACTION")
         self._database.push_transaction(self)  # atomic() inside the operation becomes a savepoint
 
+    def _execute(self, ticket: Ticket[Any]) -> tuple[Any, list[Callable[[], None]] | None]:
+        tx, registered = self._tx, commit_callbacks(self._database)
+        tx.callbacks = None
+        registered.clear()
+        value = ticket.operation(tx)
+        if registered:  # with Peewee, not with us: they have to wait for the same commit
+            for callback in registered:
+                tx.after_commit(callback)
+            registered.clear()
+        return value, tx.callbacks
+
     def _commit(self) -> None:
         cursor = self._cursor
         if self._postgresql:
             with driver_errors:
                 cursor.execute("COMMIT")
-            # COMMIT of an aborted transaction succeeds, as a ROLLBACK; only its tag tells. test_swallowed_error_…
+            # COMMIT of an aborted transaction succeeds, as a ROLLBACK; only its tag tells.
+            # test_swallowed_error_is_refused_at_commit
             if cursor.statusmessage != "COMMIT":
                 raise SilentRollback("a statement had failed and its error was swallowed, so the server rolled everything back")
         else:
-            if transaction_status(self._database) is False:
+            if is_in_transaction(self._database) is False:
                 # The server ended it behind our back (a swallowed deadlock, DDL), and what followed was committed singly.
                 raise peewee.OperationalError("the transaction had ended before COMMIT")
             with driver_errors:
@@ -255,7 +267,13 @@ class _ServerThread(Thread):
                 cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
                 # Never cut a value short in silence, whatever the server's default is.
                 cursor.execute("SET SESSION sql_mode = CONCAT(@@SESSION.sql_mode, ',STRICT_TRANS_TABLES')")
-        self._servers.local.tx = self._tx = ServerTx(cursor, self._servers.dialect, self._servers.texts)
+        quirks = self._servers.quirks
+        if self._servers.dialect == MYSQL and quirks.largest is None:
+            with driver_errors:
+                cursor.execute("SELECT @@max_allowed_packet")
+                ((quirks.largest,),) = cursor.fetchall()
+        self._tx = ServerTx(cursor, self._servers.texts, dialect=self._servers.dialect, quirks=quirks)
+        self._servers.local.tx = self._tx
         self._cursor = cursor
 
     def _hand_back(self) -> None:

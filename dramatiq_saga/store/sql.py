@@ -57,7 +57,7 @@ def dialect_of(database: Database) -> str:
 class Statements(dict[str, str]):
     """Rendered texts by template. ``statements[template]`` is all that a hot path does."""
 
-    def __init__(self, dialect: str, prefix: str, tables: tuple[str, ...]) -> None:
+    def __init__(self, dialect: str, prefix: str, *, tables: tuple[str, ...]) -> None:
         super().__init__()
         self._words = {**WORDS[dialect], **{table: prefix + table for table in tables}}
         self._marker = "?" if dialect == SQLITE else "%s"

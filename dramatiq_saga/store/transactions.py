@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
+
+from peewee import DataError
 
 from .peewee_internals import driver_errors
 from .sql import SQLITE, Statements
@@ -107,16 +110,18 @@ class SQLiteTx:
 class ServerTx:
     """A transaction on one connection to PostgreSQL, MySQL or MariaDB, through one cursor."""
 
-    __slots__ = ("_cursor", "_texts", "callbacks", "dialect")
+    __slots__ = ("_cursor", "_quirks", "_texts", "callbacks", "dialect")
 
-    def __init__(self, cursor: Any, dialect: str, texts: Statements) -> None:
+    def __init__(self, cursor: Any, texts: Statements, *, dialect: str, quirks: Quirks) -> None:
         self._cursor = cursor
         self._texts = texts
+        self._quirks = quirks
         self.dialect = dialect
         self.callbacks: list[Callable[[], None]] | None = None
 
     def run(self, sql: str, params: Sequence[object] = ()) -> int:
         cursor = self._cursor
+        self._quirks.check(params)
         with driver_errors:
             cursor.execute(self._texts[sql], params)
             changed: int = cursor.rowcount
@@ -126,9 +131,12 @@ class ServerTx:
 
     def all(self, sql: str, params: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         cursor = self._cursor
+        self._quirks.check(params)
         with driver_errors:
             cursor.execute(self._texts[sql], params)
             rows: list[tuple[Any, ...]] = list(cursor.fetchall())
+        if self._quirks.memoryviews:
+            rows = [tuple(bytes(value) if isinstance(value, memoryview) else value for value in row) for row in rows]
         return rows
 
     def one(self, sql: str, params: Sequence[object] = ()) -> tuple[Any, ...] | None:
@@ -139,3 +147,39 @@ class ServerTx:
         if self.callbacks is None:
             self.callbacks = []
         self.callbacks.append(callback)
+
+
+@dataclass(slots=True)
+class Quirks:
+    """What a server or its driver does otherwise than the others."""
+
+    #: psycopg2 hands out bytes as memoryviews.
+    memoryviews: bool = False
+    #: The longest statement that a MySQL or MariaDB server takes, bytes. At a longer one it drops the connection.
+    largest: int | None = None
+
+    def check(self, params: Sequence[object]) -> None:
+        """Raise DataError where the values of a statement are more than the server takes: they travel inside it."""
+        if self.largest is None:
+            return
+        values = [value for value in params if isinstance(value, str | bytes)]
+        # at worst four bytes for a character and each of them escaped; mostly far from it, and then nothing is counted
+        if 8 * sum(map(len, values)) < self.largest:
+            return
+        size = _STATEMENT_SIZE + sum(map(_escaped_size, values))
+        if size > self.largest:
+            raise DataError(
+                f"{size} bytes in one statement are more than the server takes (max_allowed_packet = {self.largest}): "
+                "raise that limit, or store the value elsewhere and pass a reference"
+            )
+
+
+#: Room for the text of a statement around its values, bytes.
+_STATEMENT_SIZE = 4096
+
+_ESCAPED = (b"\\", b"'", b'"', b"\0", b"\n", b"\r", b"\x1a")
+
+
+def _escaped_size(value: str | bytes) -> int:
+    data = value.encode() if isinstance(value, str) else value
+    return len(data) + sum(map(data.count, _ESCAPED))

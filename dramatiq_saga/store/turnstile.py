@@ -14,7 +14,9 @@ import threading
 try:
     import fcntl
 except ImportError:  # not POSIX: everybody goes on without
-    fcntl = None  # type: ignore[assignment]
+    AVAILABLE = False
+else:
+    AVAILABLE = True
 
 #: How long to wait for one's turn, seconds. A holder that is stopped must not stop the others.
 PATIENCE = 1.0
@@ -62,7 +64,7 @@ class Turnstile:
         self._own, self._helper = -1, None
 
     def _open(self) -> int:
-        if fcntl is None:
+        if not AVAILABLE:
             return -1
         try:
             return os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)

@@ -24,11 +24,12 @@ from typing import Any
 
 from peewee import SqliteDatabase
 
-from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
+from ..errors import DatabaseUnusableError, StoreError, WriteUnknownError
 from .connections import Connector, file_of, same_file
-from .peewee_internals import adopt, forget, keep_inherited
+from .peewee_internals import adopt, commit_callbacks, forget, keep_inherited
 from .rollback_proof import Outcome, Verdict, run_root
 from .sql import Statements
+from .sqlite_errors import refusal
 from .tickets import Ticket
 from .transactions import SQLiteTx
 from .turnstile import Turnstile
@@ -56,8 +57,8 @@ class Writer:
         self,
         database: SqliteDatabase,
         connector: Connector,
-        texts: Statements,
         *,
+        texts: Statements,
         prepare: Callable[[], None],
         moved: Callable[[], None],
         local: threading.local,
@@ -127,6 +128,7 @@ class _WriterThread(Thread):
         self._database = writer.database
         self._connection: sqlite3.Connection | None = None
         self._tx: SQLiteTx
+        self._registered: list[Callable[[], None]] = []
         self._batch: list[Ticket[Any]] = []
         self._last = False
         self._turnstile: Turnstile | None = None
@@ -175,7 +177,7 @@ class _WriterThread(Thread):
             self._connect()
             self._writer.prepare()
         except BaseException as exc:
-            self._refuse_unexecuted(first, companions, exc)
+            self._refuse_unexecuted(first, companions, Outcome(Verdict.ROLLED_BACK, "begin", None, exc))
             return
         outcome = self._root(lambda: self._execute_batch(first))
         if outcome.verdict is Verdict.COMMITTED:
@@ -185,13 +187,13 @@ class _WriterThread(Thread):
             # No operation was called, so nothing was written, in whatever state the connection was left.
             if outcome.verdict is not Verdict.ROLLED_BACK:
                 self._disconnect()
-            self._refuse_unexecuted(first, companions, _refused(outcome, executed=False))
+            self._refuse_unexecuted(first, companions, outcome)
         elif outcome.verdict is Verdict.UNKNOWN:
             self._disconnect()
             for ticket in batch:
                 ticket.fail(_unknown(outcome))
         elif len(batch) == 1:
-            batch[0].fail(_refused(outcome, executed=True))
+            batch[0].fail(self._refusal(outcome, executed=True))
         else:
             self._serve_singly(batch)
 
@@ -226,9 +228,15 @@ class _WriterThread(Thread):
             ticket = following
 
     def _execute(self, ticket: Ticket[Any]) -> None:
-        tx = self._tx
+        tx, registered = self._tx, self._registered
         tx.callbacks = None
-        ticket.produced = ticket.operation(tx), tx.callbacks
+        registered.clear()
+        value = ticket.operation(tx)
+        if registered:  # with Peewee, not with us: they have to wait for the same commit
+            for callback in registered:
+                tx.after_commit(callback)
+            registered.clear()
+        ticket.produced = value, tx.callbacks
 
     def _serve_singly(self, batch: list[Ticket[Any]]) -> None:
         """After a refused batch: each operation in a root of its own, where proofs and guards apply to it alone."""
@@ -247,22 +255,22 @@ class _WriterThread(Thread):
                 # One has waited out the timeout for all of them: they are refused together. (Each was executed in the
                 # batch, whose rollback is proven.) test_rest_of_a_batch_is_refused_with_the_one_that_waited
                 for waiting in batch[position:]:
-                    waiting.fail(_refused(outcome, executed=True))
+                    waiting.fail(self._refusal(outcome, executed=True))
                 return
             elif outcome.verdict is Verdict.ROLLED_BACK:
-                ticket.fail(_refused(outcome, executed=True))
+                ticket.fail(self._refusal(outcome, executed=True))
             else:
                 self._disconnect()
                 ticket.fail(_unknown(outcome))
 
-    def _refuse_unexecuted(self, first: Ticket[Any], companions: int, error: BaseException) -> None:
+    def _refuse_unexecuted(self, first: Ticket[Any], companions: int, outcome: Outcome[Any]) -> None:
         """Refuse ``first`` and those who waited beside it, so that nobody waits out a second timeout in the queue."""
         ticket: Ticket[Any] | None = first
         while ticket is not None:
             if ticket.control is not None:
                 self.queue.put(ticket)
             elif ticket.start():
-                ticket.fail(error)
+                ticket.fail(self._refusal(outcome, executed=False))
             if companions == 0:
                 return
             companions -= 1
@@ -271,6 +279,9 @@ class _WriterThread(Thread):
             except Empty:
                 return
         self._last = True
+
+    def _refusal(self, outcome: Outcome[Any], *, executed: bool) -> BaseException:
+        return refusal(outcome.error, str(file_of(self._database)), phase=outcome.phase, executed=executed)
 
     # --- the connection ----------------------------------------------------------------------------------------------
 
@@ -283,6 +294,7 @@ class _WriterThread(Thread):
         # Peewee keeps connections per thread: this makes ours the one of this thread, so that models and atomic() used
         # inside an operation are part of its transaction.
         adopt(self._database, connection)
+        self._registered = commit_callbacks(self._database)
         self._connection = connection
         self._writer.local.tx = self._tx = SQLiteTx(connection, self._writer.texts)
         path = file_of(self._database)
@@ -317,20 +329,6 @@ class _WriterThread(Thread):
                 connection.close()
             except sqlite3.Error:
                 logger.exception("the writer's connection could not be closed")
-
-
-def _refused(outcome: Outcome[Any], *, executed: bool) -> BaseException:
-    """What a caller gets whose operation is proven not to have happened."""
-    error = outcome.error
-    if outcome.phase == "body" and not outcome.contended and error is not None:
-        return error  # raised by the operation, or by a statement of its own
-    if isinstance(error, DatabaseUnusableError):
-        return error
-    reason = "the writer's connection was not idle" if error is None else error
-    detail = f"the database refused the write ({outcome.phase}): {reason}"
-    refused = WriteRefusedError(detail, outcome.phase, outcome.code, executed)
-    refused.__cause__ = error
-    return refused
 
 
 def _unknown(outcome: Outcome[Any]) -> StoreError:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.bench import Bench, MakeBench
+from tests.support.workbench import MakeBench, Workbench
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -17,11 +17,11 @@ settings.load_profile("untimed")
 
 @pytest.fixture
 def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
-    """``make_bench(joins=True, settings=None, …)``: an application on a bench of its own (see ``tests/support/bench.py``)."""
-    made: list[Bench] = []
+    """``make_bench(joins=True, settings=None, …)``: an application on a bench of its own (see ``tests/support/workbench.py``)."""
+    made: list[Workbench] = []
 
-    def make(**options: Any) -> Bench:
-        made.append(Bench(tmp_path / f"bench-{len(made)}.db", **options))
+    def make(**options: Any) -> Workbench:
+        made.append(Workbench(tmp_path / f"bench-{len(made)}.db", **options))
         return made[-1]
 
     yield make
@@ -30,6 +30,6 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
 
 
 @pytest.fixture(params=[True, False], ids=["joined", "deferred"])
-def bench(request: pytest.FixtureRequest, make_bench: MakeBench) -> Bench:
+def bench(request: pytest.FixtureRequest, make_bench: MakeBench) -> Workbench:
     """On a database broker, and on a broker that the transaction cannot reach."""
     return make_bench(joins=request.param)

@@ -12,10 +12,10 @@ from dramatiq_saga import FlowHandle, FlowNotFoundError, Settings
 from dramatiq_saga.recovery.doctor import repair
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.step import OPTION
-from tests.support.bench import Bench, MakeBench
+from tests.support.workbench import MakeBench, Workbench
 
 
-def parked(bench: Bench) -> FlowHandle[Any]:
+def parked(bench: Workbench) -> FlowHandle[Any]:
     """A run whose first step is pending, its messages lost."""
     run = bench.send()
     bench.drive(run)
@@ -23,7 +23,7 @@ def parked(bench: Bench) -> FlowHandle[Any]:
     return run
 
 
-def claimed(bench: Bench, *, stale_in: int | None) -> FlowHandle[Any]:
+def claimed(bench: Workbench, *, stale_in: int | None) -> FlowHandle[Any]:
     """A run whose first step is running, on a worker that is gone."""
     run = parked(bench)
     stale_at = None if stale_in is None else bench.clock.now() + stale_in * 1000
@@ -34,7 +34,7 @@ def claimed(bench: Bench, *, stale_in: int | None) -> FlowHandle[Any]:
     return run
 
 
-def failed_once(bench: Bench, name: str) -> FlowHandle[Any]:
+def failed_once(bench: Workbench, name: str) -> FlowHandle[Any]:
     def body(*_: Any) -> Any:
         bench.bodies.pop(name, None)
         raise ValueError("not this time")
@@ -46,7 +46,7 @@ def failed_once(bench: Bench, name: str) -> FlowHandle[Any]:
     return run
 
 
-def test_a_run_that_lost_everything_goes_on(bench: Bench) -> None:
+def test_a_run_that_lost_everything_goes_on(bench: Workbench) -> None:
     """KICK-1."""
     run = parked(bench)
     report = run.kick()
@@ -58,7 +58,7 @@ def test_a_run_that_lost_everything_goes_on(bench: Bench) -> None:
     assert [name for name, _ in bench.done] == ["book_hotel", "book_flight", "pay"]
 
 
-def test_a_step_between_two_tries_is_tried_now_and_no_try_is_renewed(bench: Bench) -> None:
+def test_a_step_between_two_tries_is_tried_now_and_no_try_is_renewed(bench: Workbench) -> None:
     """KICK-1, NATIVE-1."""
     run = failed_once(bench, "pay")
     report = run.kick()
@@ -70,7 +70,7 @@ def test_a_step_between_two_tries_is_tried_now_and_no_try_is_renewed(bench: Benc
 
 
 @pytest.mark.parametrize(("stale_in", "why"), [(None, "reclaim is off"), (60, "has not passed")])
-def test_a_running_step_without_a_passed_deadline_is_left_to_its_worker(bench: Bench, stale_in: int | None, why: str) -> None:
+def test_a_running_step_without_a_passed_deadline_is_left_to_its_worker(bench: Workbench, stale_in: int | None, why: str) -> None:
     """KICK-1: it cannot be told apart from one that is worked on."""
     run = claimed(bench, stale_in=stale_in)
     report = run.kick()
@@ -81,7 +81,7 @@ def test_a_running_step_without_a_passed_deadline_is_left_to_its_worker(bench: B
     assert bench.asked() == [("drive", None)]
 
 
-def test_a_running_step_whose_deadline_has_passed_is_reclaimed(bench: Bench) -> None:
+def test_a_running_step_whose_deadline_has_passed_is_reclaimed(bench: Workbench) -> None:
     """KICK-1, RECLAIM-3."""
     run = claimed(bench, stale_in=60)
     bench.advance(60)
@@ -89,7 +89,7 @@ def test_a_running_step_whose_deadline_has_passed_is_reclaimed(bench: Bench) -> 
     bench.work_until(lambda: run.status == "completed")
 
 
-def test_a_kick_refills_what_the_doctor_has_spent(bench: Bench) -> None:
+def test_a_kick_refills_what_the_doctor_has_spent(bench: Workbench) -> None:
     """KICK-1: the budget of the run and of its unfinished rows."""
     run, other = parked(bench), parked(bench)
     bench.write("UPDATE {action_runs} SET repair_attempts = 10, repair_after = 1")
@@ -105,7 +105,7 @@ def test_a_kick_refills_what_the_doctor_has_spent(bench: Bench) -> None:
     assert repair(bench.engine, bench.sender).steps == 1
 
 
-def test_a_kick_whose_own_messages_are_lost_is_made_good_by_the_doctor(bench: Bench) -> None:
+def test_a_kick_whose_own_messages_are_lost_is_made_good_by_the_doctor(bench: Workbench) -> None:
     """KICK-1, DRIVE-2: the kick is a wake, and a wake that no drive has seen is the doctor's."""
     run = parked(bench)
     run.kick()
@@ -115,7 +115,7 @@ def test_a_kick_whose_own_messages_are_lost_is_made_good_by_the_doctor(bench: Be
     assert (report.runs, report.steps) == (1, 1)
 
 
-def test_a_held_run_is_driven_at_once_by_a_kick(bench: Bench) -> None:
+def test_a_held_run_is_driven_at_once_by_a_kick(bench: Workbench) -> None:
     """KICK-1, HISTORY-1: after the deploy that mends it nobody has to wait for its window."""
     fitting = bench.flow_function
     run = parked(bench)
@@ -129,7 +129,7 @@ def test_a_held_run_is_driven_at_once_by_a_kick(bench: Bench) -> None:
     assert bench.run_row(run, "hold_error", "hold_until") == (None, None)
 
 
-def test_the_undo_that_a_rollback_is_parked_on_is_sent_again(bench: Bench) -> None:
+def test_the_undo_that_a_rollback_is_parked_on_is_sent_again(bench: Workbench) -> None:
     """KICK-1: of the level that runs, and of no other."""
     run = failed_once(bench, "pay")
     run.compensate()
@@ -141,7 +141,7 @@ def test_the_undo_that_a_rollback_is_parked_on_is_sent_again(bench: Bench) -> No
     assert [name for name, _ in bench.done][-2:] == ["cancel_flight", "cancel_hotel"]
 
 
-def test_a_run_that_has_ended_is_left_as_it_is(bench: Bench) -> None:
+def test_a_run_that_has_ended_is_left_as_it_is(bench: Workbench) -> None:
     """KICK-1: the report says so."""
     run = bench.send()
     bench.work_until(lambda: run.status == "completed")
@@ -152,12 +152,12 @@ def test_a_run_that_has_ended_is_left_as_it_is(bench: Bench) -> None:
     assert bench.asked() == []
 
 
-def test_a_run_that_is_not_there_is_said_to_be_missing(bench: Bench) -> None:
+def test_a_run_that_is_not_there_is_said_to_be_missing(bench: Workbench) -> None:
     with pytest.raises(FlowNotFoundError):
         kick(bench.engine, "nobody", bench.sender)
 
 
-def test_the_history_says_that_somebody_kicked(bench: Bench) -> None:
+def test_the_history_says_that_somebody_kicked(bench: Workbench) -> None:
     """EVENT-1."""
     run = parked(bench)
     run.kick()

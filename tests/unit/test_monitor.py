@@ -9,10 +9,10 @@ import pytest
 from dramatiq_saga import Flow, FlowHandle, Settings
 from dramatiq_saga.recovery.monitor import MonitorReport, find_held, monitor
 from dramatiq_saga.recovery.monitor import _drive as act
-from tests.support.bench import Bench, MakeBench
+from tests.support.workbench import MakeBench, Workbench
 
 
-def edited(bench: Bench) -> Any:
+def edited(bench: Workbench) -> Any:
     """A deploy that asks for another actor where book_hotel is recorded; returns the function that agrees with it."""
     fitting = bench.flow_function
 
@@ -23,7 +23,7 @@ def edited(bench: Bench) -> Any:
     return fitting
 
 
-def held(bench: Bench) -> FlowHandle[Any]:
+def held(bench: Workbench) -> FlowHandle[Any]:
     """A run whose first step is recorded, driven by code that does not fit: held for the first time."""
     run = bench.send("ada")
     bench.drive(run)
@@ -34,11 +34,11 @@ def held(bench: Bench) -> FlowHandle[Any]:
     return run
 
 
-def look(bench: Bench) -> MonitorReport:
+def look(bench: Workbench) -> MonitorReport:
     return monitor(bench.engine, bench.sender)
 
 
-def test_a_held_run_is_driven_when_its_window_is_over_and_not_before(bench: Bench) -> None:
+def test_a_held_run_is_driven_when_its_window_is_over_and_not_before(bench: Workbench) -> None:
     """HISTORY-1: base_seconds is 60."""
     run = held(bench)
     bench.advance(59)
@@ -48,7 +48,7 @@ def test_a_held_run_is_driven_when_its_window_is_over_and_not_before(bench: Benc
     assert bench.run_row(run, "hold_count") == (2,)
 
 
-def test_the_window_doubles_with_every_failure_up_to_its_end(bench: Bench) -> None:
+def test_the_window_doubles_with_every_failure_up_to_its_end(bench: Workbench) -> None:
     """EXPIRE-2: 60 seconds, doubling, at most an hour, for ever."""
     run = held(bench)
     windows = []
@@ -61,7 +61,7 @@ def test_the_window_doubles_with_every_failure_up_to_its_end(bench: Bench) -> No
     assert bench.run_row(run, "hold_count", "status") == (10, "waiting")
 
 
-def test_a_deploy_that_fits_lets_the_run_go_on_by_itself(bench: Bench) -> None:
+def test_a_deploy_that_fits_lets_the_run_go_on_by_itself(bench: Workbench) -> None:
     """HISTORY-1: nothing was failed and nothing rolled back."""
     fitting = bench.flow_function
     run = held(bench)
@@ -74,7 +74,7 @@ def test_a_deploy_that_fits_lets_the_run_go_on_by_itself(bench: Bench) -> None:
     bench.work_until(lambda: run.status == "completed")
 
 
-def test_of_two_sweeps_one_drives_a_held_run(bench: Bench) -> None:
+def test_of_two_sweeps_one_drives_a_held_run(bench: Workbench) -> None:
     """DOCTOR-2: the second finds the window moved, and the failure is counted once."""
     run = held(bench)
     bench.advance(60)
@@ -87,7 +87,7 @@ def test_of_two_sweeps_one_drives_a_held_run(bench: Bench) -> None:
     assert bench.run_row(run, "hold_count") == (2,)
 
 
-def test_a_run_of_an_unknown_workflow_is_driven_by_a_message(bench: Bench) -> None:
+def test_a_run_of_an_unknown_workflow_is_driven_by_a_message(bench: Workbench) -> None:
     """DRIVE-6: a sweep drives only what it knows; the window moves, so that not every sweep sends another message."""
     run = held(bench)
     bench.lose_messages()
@@ -101,7 +101,7 @@ def test_a_run_of_an_unknown_workflow_is_driven_by_a_message(bench: Bench) -> No
     assert look(bench).sent == 1
 
 
-def test_an_engine_fault_holds_the_run_like_a_mismatch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_fault_holds_the_run_like_a_mismatch(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """HISTORY-1: an engine fault in a drive is treated the same way."""
     run = held(bench)
 
@@ -131,7 +131,7 @@ def test_a_run_that_is_held_off_does_not_stand_in_front_of_one_that_is_due(make_
     assert look(bench).driven == 0
 
 
-def test_a_run_that_has_ended_meanwhile_is_left_alone(bench: Bench) -> None:
+def test_a_run_that_has_ended_meanwhile_is_left_alone(bench: Workbench) -> None:
     """STATUS: a terminal status is never left."""
     run = held(bench)
     bench.advance(60)
@@ -142,7 +142,7 @@ def test_a_run_that_has_ended_meanwhile_is_left_alone(bench: Bench) -> None:
     assert (report.skipped, run.status) == (1, "cancelled")
 
 
-def test_a_run_that_breaks_the_sweep_itself_is_passed_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_breaks_the_sweep_itself_is_passed_by(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """LOOP-1: one bad row never ends a sweep."""
     fitting = bench.flow_function
     bad = held(bench)
@@ -166,3 +166,31 @@ def test_a_run_that_breaks_the_sweep_itself_is_passed_by(bench: Bench, monkeypat
     assert (report.errors, report.resumed) == (1, 1)
     assert bench.run_row(good, "hold_count") == (0,)
     assert bench.run_row(bad, "hold_until")[0] > plain()
+
+
+def test_a_broker_that_is_down_is_counted_and_the_next_run_follows(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DRIVE-3: what the drive has decided is committed; the message of the step it scheduled is the doctor's."""
+    bench = make_bench(joins=False)
+    fitting = bench.flow_function
+    runs = []
+    for _ in range(2):
+        bench.flow_function = fitting
+        run = held(bench)
+        bench.write(
+            "UPDATE {action_runs} SET status = 'completed', result = args, started_at = 1, ended_at = 1, attempts = 1 WHERE run_id = ?", run.id
+        )
+        runs.append(run)
+    bench.flow_function = fitting
+    bench.advance(60)
+
+    def down(message: Any, *, delay: int | None = None) -> Any:
+        raise ConnectionError("no route to the broker")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.broker, "enqueue", down)
+        report = look(bench)
+    assert (report.unsent, report.errors) == (2, 0)
+    assert [bench.run_row(run, "hold_error") for run in runs] == [(None,), (None,)]
+    bench.advance(60)
+    bench.sweep()
+    assert bench.asked() == [("step", 2), ("step", 2)]

@@ -9,12 +9,12 @@ import pytest
 from dramatiq_saga import FlowHandle, Settings
 from dramatiq_saga.errors import WriteRefusedError
 from dramatiq_saga.recovery.sweep import sweep
-from tests.support.bench import Bench, MakeBench
+from tests.support.workbench import MakeBench, Workbench
 
 HOUR = 3600
 
 
-def running_step(bench: Bench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
+def running_step(bench: Workbench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
     run = bench.send()
     bench.drive(run)
     stale_at = None if reclaim_in is None else bench.clock.now() + reclaim_in * 1000
@@ -25,11 +25,11 @@ def running_step(bench: Bench, *, reclaim_in: int | None = None) -> FlowHandle[A
     return run
 
 
-def test_a_quiet_sweep_says_so_in_one_line(bench: Bench) -> None:
+def test_a_quiet_sweep_says_so_in_one_line(bench: Workbench) -> None:
     assert bench.sweep().line() == "no held run was due; repair: nothing was lost"
 
 
-def test_a_sweep_says_what_it_repaired(bench: Bench) -> None:
+def test_a_sweep_says_what_it_repaired(bench: Workbench) -> None:
     run = bench.send()
     bench.drive(run)
     bench.send()
@@ -78,7 +78,7 @@ def test_rows_that_nothing_will_ever_reclaim_are_counted_after_an_hour(make_benc
     assert "1 row running for over an hour that nothing will ever reclaim" in report.line()
 
 
-def test_an_undo_that_nothing_will_ever_reclaim_is_counted_and_one_of_an_ended_run_is_not(bench: Bench) -> None:
+def test_an_undo_that_nothing_will_ever_reclaim_is_counted_and_one_of_an_ended_run_is_not(bench: Workbench) -> None:
     """RECLAIM-4; STATUS-2: what a halted rollback has left running is nobody's any more."""
     runs = []
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_rows_that_are_out_of_repairs_are_in_the_line(make_bench: MakeBench) -> 
     assert report.line() == "no held run was due; repair: 1 out of repairs: kick them"
 
 
-def test_two_sweeps_at_once_send_everything_once(bench: Bench) -> None:
+def test_two_sweeps_at_once_send_everything_once(bench: Workbench) -> None:
     """C58: several at once do no harm; the second finds nothing left to do."""
     for _ in range(3):
         bench.drive(bench.send())

@@ -44,7 +44,7 @@ def disarm(broker: Broker | None) -> None:
         if isinstance(middleware, TimeLimit):
             deadlines = getattr(middleware.manager, "deadlines", {})
             on_its_way = on_its_way or (ident in deadlines and deadlines[ident] is None)
-            middleware.manager.remove_timeout(ident)
+            middleware.manager.remove_timeout(ident)  # type: ignore[no-untyped-call]
         elif isinstance(middleware, ShutdownNotifications):
             on_its_way = on_its_way or ident in getattr(middleware.manager, "notifications", ())
             middleware.manager.remove_notification()

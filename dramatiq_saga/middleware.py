@@ -223,7 +223,7 @@ class SagaMiddleware(Middleware):
         """Refuse to start where the order of middleware, the schema or the database could lose work (SAFE-3)."""
         try:
             check_order(broker, self)
-            if is_gevent_active():
+            if is_gevent_active():  # type: ignore[no-untyped-call]
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
@@ -317,7 +317,7 @@ class SagaMiddleware(Middleware):
             return
         if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
             error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))
         elif self._unrecorded(delivery):
             self._withhold(delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
@@ -370,7 +370,7 @@ class SagaMiddleware(Middleware):
         message: Any = delivery.message
         reason = "its outcome could not be recorded before the worker stopped"
         if not hasattr(message, "withheld"):
-            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")
+            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")  # type: ignore[no-untyped-call]
         message.withheld = reason
 
     def _withholding(self, part: Any) -> None:
@@ -380,7 +380,7 @@ class SagaMiddleware(Middleware):
         except Exception as error:
             if not is_trouble(error):
                 raise
-            raise WithheldError(f"the outcome could not be recorded: {error}") from error
+            raise WithheldError(f"the outcome could not be recorded: {error}") from error  # type: ignore[no-untyped-call]
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
@@ -397,7 +397,7 @@ class SagaMiddleware(Middleware):
                 return
             except Exception as error:
                 if self.runner(broker).stopping.is_set():
-                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error  # type: ignore[no-untyped-call]
                 self.log.warning(
                     "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
                 )

@@ -189,7 +189,9 @@ class Operator:
         _, worked = self.worked(run_id)
         answer = self._answer(run_id, worked, changed=handle.cancel(reason))
         if not answer.changed and answer.status == FlowStatus.ROLLING_BACK:
-            raise RefusedError(f"run {run_id} is rolling back, and a cancel never interrupts a rollback: its work is being undone")
+            raise RefusedError(
+                f"run {run_id} is rolling back, and a cancel never interrupts a rollback: its work is being undone"
+            )
         return answer
 
     def compensate(self, run_id: str, *, reason: str | None = None) -> Cancelled:
@@ -283,7 +285,9 @@ class Operator:
 
     def _application(self, command: str) -> Broker:
         if self.broker is None:
-            raise RefusedError(f"{command} needs the application, not only its database: name the module that sets its broker (--app)")
+            raise RefusedError(
+                f"{command} needs the application, not only its database: name the module that sets its broker (--app)"
+            )
         return self.broker
 
     def _engine(self, command: str) -> tuple[Engine, Sender]:
@@ -314,7 +318,9 @@ class Operator:
         found = [row[0] for row in store.read(lambda tx: tx.all(_BY_MESSAGE, (message_id,)))]
         if len(found) > 1:
             numbers = ", ".join(str(number) for number in sorted(found))
-            raise RefusedError(f"{len(found)} dead letters carry the message id {message_id}: name one by its number ({numbers})")
+            raise RefusedError(
+                f"{len(found)} dead letters carry the message id {message_id}: name one by its number ({numbers})"
+            )
         return found[0] if found else -1
 
     def _tries_of(self, actor_name: str, options: dict[str, Any]) -> int | None:
@@ -352,7 +358,9 @@ def _tags_of(tx: Tx, run_ids: list[str]) -> dict[str, dict[str, str | None]]:
     for start in range(0, len(run_ids), 100):
         part = run_ids[start : start + 100]
         markers = ", ".join("?" * len(part))
-        for run_id, name, value in tx.all(f"SELECT run_id, name, value FROM {{tags}} WHERE run_id IN ({markers}) ORDER BY name", part):
+        for run_id, name, value in tx.all(
+            f"SELECT run_id, name, value FROM {{tags}} WHERE run_id IN ({markers}) ORDER BY name", part
+        ):
             found.setdefault(run_id, {})[name] = value
     return found
 

@@ -132,7 +132,9 @@ def query(
       limit: how many at most.
       broker: the global one by default.
     """
-    conditions = read_conditions(workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit)
+    conditions = read_conditions(
+        workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit
+    )
     return FlowQuery(broker or dramatiq.get_broker(), **conditions)
 
 

@@ -29,6 +29,7 @@ from .engine import drive as drives
 from .engine import fence, rollback
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.rows import Outgoing
+from .engine.snapshot import load
 from .errors import (
     MessageNotSentError,
     NotSerializableError,
@@ -426,7 +427,7 @@ class Runner:
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        snapshot = drives.load(self.engine, run_id)
+        snapshot = load(self.engine, run_id)
         if snapshot is None:
             return
         if self.engine.drives(snapshot.workflow):
@@ -462,7 +463,7 @@ class Runner:
 
         def part() -> None:
             if job.kind == "step":
-                run = drives.load(self.engine, job.run_id)
+                run = load(self.engine, job.run_id)
                 if run is None:
                     return
                 outcome = fence.Outcome(

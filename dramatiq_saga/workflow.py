@@ -76,9 +76,7 @@ class Workflow(Generic[P, R]):
             options["time_limit"] = time_limit
         drive = functools.partial(middleware.drive_from_message, broker, name)
         functools.update_wrapper(drive, fn)
-        actor = _WorkflowActor(
-            drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options
-        )
+        actor = _WorkflowActor(drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options)
         actor.workflow = self
         self.actor: Actor[Any, Any] = actor
         middleware.engine(broker).workflows[name] = WorkflowDefinition(name, fn, queue_name, version)
@@ -195,7 +193,7 @@ class _WorkflowActor(Actor[Any, Any]):
     __saga_workflow__ = True
     workflow: Workflow[Any, Any]
 
-    def send_with_options(self, **_: Any) -> Any:  # type: ignore[override]
+    def send_with_options(self, **_: Any) -> Any:
         raise SagaError(f"{self.actor_name} is a workflow: start a run with Workflow.send(), not with its actor's")
 
 

@@ -57,7 +57,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
     def line(cells: Sequence[str]) -> str:
         return "  ".join(
-            text.rjust(width) if numeric else text.ljust(width) for text, width, numeric in zip(cells, widths, right, strict=True)
+            text.rjust(width) if numeric else text.ljust(width)
+            for text, width, numeric in zip(cells, widths, right, strict=True)
         ).rstrip()
 
     return [line(heads), *(line(row) for row in texts)]
@@ -75,7 +76,11 @@ def duration(ms: int) -> str:
         return f"{ms} ms"
     if ms < 60_000:
         return f"{ms / 1000:.1f} s"
-    for size, unit, smaller_size, smaller in ((86_400_000, "d", 3_600_000, "h"), (3_600_000, "h", 60_000, "min"), (60_000, "min", 1000, "s")):
+    for size, unit, smaller_size, smaller in (
+        (86_400_000, "d", 3_600_000, "h"),
+        (3_600_000, "h", 60_000, "min"),
+        (60_000, "min", 1000, "s"),
+    ):
         if ms >= size:
             rest = ms % size // smaller_size
             return f"{ms // size} {unit}" + (f" {rest} {smaller}" if rest else "")

@@ -40,7 +40,9 @@ def open_application(name: str) -> Broker:
         raise RefusedError(f"module {module_name!r} sets no broker: call dramatiq.set_broker(broker) in it{_or_name(module)}")
     if not _has_sagas(broker):
         others = [other for other, candidate in _brokers(module).items() if _has_sagas(candidate)]
-        hint = f"; or name the one that has: {' or '.join(f'--app {module_name}:{other}' for other in others)}" if others else ""
+        hint = (
+            f"; or name the one that has: {' or '.join(f'--app {module_name}:{other}' for other in others)}" if others else ""
+        )
         raise RefusedError(
             f"the broker that module {module_name!r} sets ({type(broker).__name__}) has no SagaMiddleware: "
             f"call broker.add_middleware(SagaMiddleware(...)) before its actors are declared{hint}"
@@ -60,7 +62,9 @@ def _import(module_name: str, here: str) -> ModuleType:
             ) from None
         raise RefusedError(f"module {module_name!r} cannot be imported: {error}{_where(error)}") from None
     except (Exception, SystemExit) as error:
-        raise RefusedError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}") from error
+        raise RefusedError(
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}"
+        ) from error
 
 
 def _where(error: BaseException) -> str:

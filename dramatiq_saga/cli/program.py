@@ -111,13 +111,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser, default: str | None) -> None:
-    parser.add_argument("--app", metavar="MODULE[:BROKER]", default=default, help="the application, as for the dramatiq command")
     parser.add_argument(
-        "--database", metavar="URL", default=default, help="instead of --app, for commands that only look: a URL, or an SQLite file"
+        "--app", metavar="MODULE[:BROKER]", default=default, help="the application, as for the dramatiq command"
     )
     parser.add_argument(
-        "--json", action="store_true", default=False if default is None else default, help="print for machines"
+        "--database",
+        metavar="URL",
+        default=default,
+        help="instead of --app, for commands that only look: a URL, or an SQLite file",
     )
+    parser.add_argument("--json", action="store_true", default=False if default is None else default, help="print for machines")
 
 
 def _version() -> str:

@@ -39,7 +39,14 @@ def _queues(operator: Operator, options: argparse.Namespace) -> Answer:
     lines = table(("queue", "ready", "delayed", "reserved", "dead"), depths) if stats else ["all queues are empty"]
     if letters:
         rows = [
-            (letter.id, letter.queue, letter.actor, moment(letter.died_at), run_of(letter) or letter.message_id, _reason(letter))
+            (
+                letter.id,
+                letter.queue,
+                letter.actor,
+                moment(letter.died_at),
+                run_of(letter) or letter.message_id,
+                _reason(letter),
+            )
             for letter in letters
         ]
         lines += ["", *table(("dead", "queue", "actor", "died", "run or message", "reason"), rows)]
@@ -48,7 +55,8 @@ def _queues(operator: Operator, options: argparse.Namespace) -> Answer:
             lines.append(f"(the newest {len(letters)} of {dead}; --limit shows more)")
     value = {
         "queues": [
-            {"queue": one.queue, "ready": one.ready, "delayed": one.delayed, "reserved": one.reserved, "dead": one.dead} for one in stats
+            {"queue": one.queue, "ready": one.ready, "delayed": one.delayed, "reserved": one.reserved, "dead": one.dead}
+            for one in stats
         ],
         "dead_letters": [_as_dict(letter) for letter in letters],
     }

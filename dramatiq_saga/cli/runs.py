@@ -25,7 +25,9 @@ _MARKERS = {"none": "", "running": "undoing", "halted": "undoing halted", "done"
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Declare this module's commands."""
-    send = commands.add_parser("send", parents=[common], help="start a run", description="Start a run of a workflow; prints its id.")
+    send = commands.add_parser(
+        "send", parents=[common], help="start a run", description="Start a run of a workflow; prints its id."
+    )
     send.add_argument("workflow", metavar="WORKFLOW", help="the workflow's name")
     send.add_argument("--args", metavar="JSON", default="[]", help="positional arguments, an array: '[\"order-42\"]'")
     send.add_argument("--kwargs", metavar="JSON", default="{}", help="keyword arguments, an object")
@@ -34,10 +36,16 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
     listing = commands.add_parser("list", parents=[common], help="the newest runs", description="The newest runs, one a line.")
     listing.add_argument(
-        "--status", action="append", default=[], choices=[str(status) for status in FlowStatus], help="may be given more than once"
+        "--status",
+        action="append",
+        default=[],
+        choices=[str(status) for status in FlowStatus],
+        help="may be given more than once",
     )
     listing.add_argument("--workflow", metavar="NAME", help="runs of this workflow only")
-    listing.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once")
+    listing.add_argument(
+        "--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once"
+    )
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
@@ -90,7 +98,9 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
     except ValueError as error:
         raise RefusedError(f"{option} is not JSON: {error}; write it like {option} '{example}'") from None
     if not isinstance(value, kind):
-        raise RefusedError(f"{option} takes {_JSON_WORDS[kind]}, not {_JSON_WORDS[type(value)]}: write it like {option} '{example}'")
+        raise RefusedError(
+            f"{option} takes {_JSON_WORDS[kind]}, not {_JSON_WORDS[type(value)]}: write it like {option} '{example}'"
+        )
     return value
 
 
@@ -116,7 +126,14 @@ def _list(operator: Operator, options: argparse.Namespace) -> Answer:
         narrowed = options.workflow or options.status or options.tag
         return Answer([], ["no runs match" if narrowed else "there are no runs"])
     rows = [
-        (run.id, run.workflow, _status(run), moment(run.created_at), duration((run.ended_at or now) - run.created_at), _tags(run))
+        (
+            run.id,
+            run.workflow,
+            _status(run),
+            moment(run.created_at),
+            duration((run.ended_at or now) - run.created_at),
+            _tags(run),
+        )
         for run in runs
     ]
     lines = table(("run", "workflow", "status", "created", "took", "tags"), rows)
@@ -210,7 +227,11 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
         ],
     }  # fmt: skip
     if not report.committed:
-        return Answer(value, [f"{run}: the database took the kick and then lost it; nothing was sent (see claim_not_committed)"], done=False)
+        return Answer(
+            value,
+            [f"{run}: the database took the kick and then lost it; nothing was sent (see claim_not_committed)"],
+            done=False,
+        )
     if not report.driven:
         return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
     lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]

@@ -67,7 +67,10 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
     if report.expires_at is not None:
         yield "deadline", f"{moment(report.expires_at)} ({relative(report.expires_at, now)})"
     if report.tags:
-        yield "tags", " ".join(f"{cell(name)}={cell(value)}" if value is not None else cell(name) for name, value in report.tags.items())
+        yield (
+            "tags",
+            " ".join(f"{cell(name)}={cell(value)}" if value is not None else cell(name) for name, value in report.tags.items()),
+        )
     if report.args is not None:
         yield "arguments", cut(cell(report.args), WIDTH)
     if report.result is not None:
@@ -82,11 +85,18 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         yield "", error_line(report.rollback_error)
     if report.hold_error is not None:
         yield "held", error_line(report.hold_error)
-        due = f"{moment(report.hold_until)} ({relative(report.hold_until, now)})" if report.hold_until is not None else "by a kick"
+        due = (
+            f"{moment(report.hold_until)} ({relative(report.hold_until, now)})"
+            if report.hold_until is not None
+            else "by a kick"
+        )
         yield "", f"held {times(report.hold_count, 'time', 'times')}; a sweep drives it again at {due}"
     elif report.unseen_wakes and report.ended_at is None:
         new = report.status == "pending"
-        yield "waits for", "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen"
+        yield (
+            "waits for",
+            "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen",
+        )
     if report.repair_attempts:
         yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
 
@@ -101,7 +111,9 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
     if upcoming is not None:
         held = upcoming.at is not None and upcoming.at > now
-        when = f"not before {moment(upcoming.at)} ({relative(upcoming.at or 0, now)})" if held else "as soon as a worker takes it"
+        when = (
+            f"not before {moment(upcoming.at)} ({relative(upcoming.at or 0, now)})" if held else "as soon as a worker takes it"
+        )
         again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
         return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
     if row.status == "running" and row.started_at is not None:
@@ -122,7 +134,9 @@ def _try(number: int, of: int | None) -> str:
 def _ended(row: Any) -> str:
     if row.ended_at is None:
         return ""
-    took = f", took {duration(row.ended_at - row.started_at)}" if row.started_at is not None and row.status != "cancelled" else ""
+    took = (
+        f", took {duration(row.ended_at - row.started_at)}" if row.started_at is not None and row.status != "cancelled" else ""
+    )
     return f" at {moment(row.ended_at)}{took}"
 
 

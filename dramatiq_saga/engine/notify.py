@@ -84,7 +84,7 @@ def _event(
         undone = tuple(row[0] for row in rows if row[1] == "completed")
         return cls(**base, rollback=run[4], undone=undone, error=load_error(run[5]) if run[5] else None)
     if cls is events.SideEffectRecorded:
-        return cls(**base, sequence=line.sequence, name=line.name, stored_value=line.payload)
+        return cls(**base, sequence=line.sequence or 0, name=line.name or "", stored_value=line.payload or b"")
     return cls(**base)
 
 

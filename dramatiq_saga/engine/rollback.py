@@ -46,7 +46,10 @@ _INSERT = (
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
 _OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
-_COMPLETE = f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
+_COMPLETE = (
+    "UPDATE {compensation_runs} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
+    f"WHERE {_OWN}"
+)
 _FAIL = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
     f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
@@ -214,9 +217,7 @@ def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
     """Whether the unsettled steps that ``plan`` rests on are still as it found them, and will be until this transaction ends."""
     if plan.rests_on:
         tx.one(_RUN, (run_id,))  # no claim can land from here on: it takes this lock too (DRIVE-7)
-    return all(
-        tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on
-    )
+    return all(tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on)
 
 
 def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
@@ -395,7 +396,13 @@ def _send(tx: Tx, run_id: str, following: _Next, outbox: Outbox, now: int) -> No
 
 
 def _stands(
-    tx: Tx, run_id: str, run: tuple[Any, ...] | None, now: int, *, settled: dict[int, Outcome] | None = None, unsent_only: bool = False
+    tx: Tx,
+    run_id: str,
+    run: tuple[Any, ...] | None,
+    now: int,
+    *,
+    settled: dict[int, Outcome] | None = None,
+    unsent_only: bool = False,
 ) -> _Next:
     """Where the rollback stands now; nothing is to be done where none is running."""
     if run is None or run[1] != "running":
@@ -469,7 +476,7 @@ def _failure(failures: list[tuple[int, str, str | None]]) -> str | None:
     for sequence, actor, error in failures:
         cause = load_error(error) if error else {"type": "unknown", "message": ""}
         parts.append(f"undo of step {sequence} ({actor}): {in_one_line(cause['type'], cause['message'])}")
-    unfinished_only = all(error and _UNFINISHED == load_error(error)["type"] for _, _, error in failures)
+    unfinished_only = all(error and load_error(error)["type"] == _UNFINISHED for _, _, error in failures)
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 

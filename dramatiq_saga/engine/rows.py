@@ -35,8 +35,9 @@ class StepEntry:
     def describe(self) -> str:
         return f"step {self.actor!r}"
 
-
-    def settled(self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None) -> StepEntry:
+    def settled(
+        self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None
+    ) -> StepEntry:
         """This step with an outcome. (``dataclasses.replace`` would be most of a replay's cost.)"""
         return StepEntry(
             self.sequence, self.actor, status, given_up, attempts, self.cycle, value, error, self.optional, self.comp_actor,

@@ -99,7 +99,7 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 now,
             ),
         ):
-            return tx.one(_EXISTING, (run.run_id,))  # type: ignore[return-value]
+            return tx.one(_EXISTING, (run.run_id,))
         for name, value in (run.tags or {}).items():
             write_tag(tx, run.run_id, name, value)
         engine.record(tx, run.run_id, now, lines)
@@ -125,7 +125,9 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 tx.run(_UNSTART_TAGS, (run.run_id,))
 
         engine.store.write(take_back)
-        raise (error.__cause__ if isinstance(error, MessageNotSentError) else None) or error
+        if isinstance(error, MessageNotSentError) and error.__cause__ is not None:
+            raise error.__cause__ from None  # the broker's own error is what the caller knows
+        raise
     return True
 
 

@@ -45,7 +45,7 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
     tags = dict(tx.all(_TAGS, (run_id,)))
     return Snapshot(
         run_id,
-        *run[:10],
+        *run[:10],  # type: ignore[call-arg]
         freeze(bytes(run[10])),
         None if run[11] is None else bytes(run[11]),
         run[12],

@@ -100,5 +100,9 @@ def _detail(line: Line, settings: History) -> str | None:
         return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
     if line.error is not None:
         error = load_error(line.error)
-        return in_one_line(error["type"], error["message"]) if settings.store_exceptions else error["type"].removeprefix("builtins.")
+        return (
+            in_one_line(error["type"], error["message"])
+            if settings.store_exceptions
+            else error["type"].removeprefix("builtins.")
+        )
     return line.detail

@@ -47,7 +47,9 @@ _TAKE_RUN = (
     "WHERE id = ? AND revision = ? AND wakes = ? AND wakes > wakes_seen AND repair_attempts = ? "
     f"AND {LIVE}"
 )
-_RETURN_RUN = "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 WHERE id = ? AND revision = ? AND repair_attempts = ?"
+_RETURN_RUN = (
+    "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 WHERE id = ? AND revision = ? AND repair_attempts = ?"
+)
 _RUN = "SELECT workflow, queue FROM {flow_runs} WHERE id = ?"
 
 
@@ -165,7 +167,9 @@ def _each(engine: Engine, report: RepairReport, found: list[Any], treat: Callabl
         except MessageNotSentError as error:
             report.unsent += 1
             refused += 1
-            _log(engine).warning("repair_not_sent", run_id=one.run_id, sequence=getattr(one, "sequence", None), error=str(error))
+            _log(engine).warning(
+                "repair_not_sent", run_id=one.run_id, sequence=getattr(one, "sequence", None), error=str(error)
+            )
             if refused == BROKER_IS_DOWN:
                 return
         except StoreError:

@@ -36,9 +36,7 @@ _ROWS = {
         COMPENSATION, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS}", order="r.sequence DESC"
     ),
 }
-_REFILL = (
-    "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
-)
+_REFILL = "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
 _REFILL_STEPS = _REFILL % "action_runs"
 _REFILL_COMPENSATIONS = _REFILL % "compensation_runs"
 _READ_BACK = "SELECT status, revision, wakes, repair_attempts FROM {flow_runs} WHERE id = ?"

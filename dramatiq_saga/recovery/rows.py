@@ -35,8 +35,7 @@ WANTED = {
 
 #: No level before that of the compensation ``r`` is open: the level is the one that runs.
 LEVEL_RUNS = (
-    "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level "
-    "AND e.ended_at IS NULL)"
+    "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level AND e.ended_at IS NULL)"
 )
 
 _COLUMNS = (

@@ -79,7 +79,8 @@ def never_reclaimed(engine: Engine) -> int:
     """``running`` rows older than an hour that have no reclaim deadline (RECLAIM-4): they wait for a human."""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {_NEVER_RECLAIMED} AND {WANTED[kind]}" for kind in (STEP, COMPENSATION)
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {_NEVER_RECLAIMED} AND {WANTED[kind]}"
+        for kind in (STEP, COMPENSATION)
     ]
 
     def count(tx: Tx) -> int:

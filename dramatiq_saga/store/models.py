@@ -232,8 +232,10 @@ def build(database: Database, prefix: str) -> Models:
         context=payload(null=True),
         result=payload(null=True),
         checks=[
-            f"(ended_at IS NULL AND {one_of('status', *FLOW_LIVE, FlowStatus.ROLLING_BACK)}) OR "
-            f"(ended_at IS NOT NULL AND {one_of('status', *FLOW_TERMINAL)})",
+            (
+                f"(ended_at IS NULL AND {one_of('status', *sorted(FLOW_LIVE), FlowStatus.ROLLING_BACK)}) OR "
+                f"(ended_at IS NOT NULL AND {one_of('status', *sorted(FLOW_TERMINAL))})"
+            ),
             one_of("rollback", *RollbackStatus),
             "status <> 'rolling_back' OR ends_as IS NOT NULL",
             "wakes_seen <= wakes",
@@ -298,7 +300,11 @@ def build(database: Database, prefix: str) -> Models:
         checks=[
             one_of("status", *ActionStatus),
             "status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)",
-            "status NOT IN ('completed', 'optional_failed', 'expired', 'cancelled') OR ended_at IS NOT NULL",
+            # live, and so in the indexes of live rows, is what has no end yet
+            (
+                "ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' "
+                "OR (status = 'failed' AND given_up = FALSE)"
+            ),
             "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
         ],
         indexes=[
@@ -344,7 +350,7 @@ def build(database: Database, prefix: str) -> Models:
             one_of("undoes", "completed", "failed", "unknown"),
             one_of("policy", *CompensationFailurePolicy),
             "status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)",
-            "status <> 'completed' OR ended_at IS NOT NULL",
+            ("ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)"),
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
         indexes=[index("comp_live", "created_at", where=LIVE, leading="ended_at")],

@@ -7,6 +7,8 @@ last try) is handled by the middleware's hooks with the verbs below.
 
 Nothing is acknowledged before its outcome is durable (FENCE-3): while the store refuses, the outcome is kept here and tried
 again, and the acknowledgement waits.
+
+Long because it follows one message from the claim to the last thing that can become of it.
 """
 
 from __future__ import annotations

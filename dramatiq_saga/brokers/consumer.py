@@ -215,7 +215,7 @@ class DatabaseConsumer(Consumer):
 
     def receive(self, message: Message[Any], reservation: Reservation, lease_until: int) -> DatabaseMessageProxy:
         """A delivery of ours: held, and its lease extended, until it has been dealt with."""
-        proxy = DatabaseMessageProxy(message, reservation, self, lease_until)
+        proxy = DatabaseMessageProxy(message, reservation, consumer=self, lease_until=lease_until)
         self.held[id(proxy)] = proxy
         self.broker.here.hold(proxy)
         return proxy

@@ -7,6 +7,8 @@ construction, and never raise Dramatiq's BrokerConnectionError where repeating w
 Around it: ``reservations`` is the SQL, ``consumer`` the waiting, ``settlement`` the end of a delivery, ``process`` what one
 process holds, ``leases`` keeps long work reserved, ``wake`` notices other processes, ``dead_letters`` is for operators,
 ``sqlite`` adds the guards.
+
+Long because it is Dramatiq's broker contract in full, beside what an engine needs to join transactions.
 """
 
 from __future__ import annotations
@@ -269,7 +271,7 @@ class DatabaseBroker(Broker):
         """
         return reservations.hand_over(tx, reservation, prepared, now=self.store.clock.now())
 
-    def taken(self, prepared: Prepared, reservation: Reservation, lease_until: int) -> None:
+    def taken(self, prepared: Prepared, reservation: Reservation, *, lease_until: int) -> None:
         """After the commit: give the message that was handed over to this process's workers.
 
         Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7).

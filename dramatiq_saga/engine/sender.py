@@ -109,7 +109,7 @@ class JoinedOutbox:
         prepared, taken = self._prepared, self._taken
         if taken is not None:
             self._taken = None
-            broker.taken(prepared[0], taken, delivery.lease_until)  # type: ignore[union-attr]
+            broker.taken(prepared[0], taken, lease_until=delivery.lease_until)  # type: ignore[union-attr]
             prepared = prepared[1:]
         if prepared and not self._waits_for_host:
             broker.announce(prepared)

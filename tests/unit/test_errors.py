@@ -66,6 +66,7 @@ EXAMPLES: list[SagaError] = [
     errors.ResultNotSerializableError("plain"),
     errors.StepLeftTransactionError("plain"),
     errors.MessageTooOldError("plain"),
+    errors.MessageNotSentError("plain"),
     errors.MessageSkippedError("plain"),
     errors.UnknownActorError("plain"),
     errors.CompensationFailedError("plain"),

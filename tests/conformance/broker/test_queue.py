@@ -900,7 +900,7 @@ def hand_over(broker: Any, proxy: Any, following: Any) -> Any:
     taken = broker.store.write(lambda tx: broker.hand_over(tx, following, proxy.reservation))
     if taken is not None:
         proxy.settled = True
-        broker.taken(following, taken, proxy.lease_until)
+        broker.taken(following, taken, lease_until=proxy.lease_until)
     return taken
 
 

@@ -23,6 +23,7 @@ from tests.support import effects as effect_files
 from tests.support import gates as gate_files
 from tests.support import servers
 from tests.support.effects import EffectLog
+from tests.support.field import Field
 from tests.support.gates import Gates
 from tests.support.processes import Process, WorkerProcess
 
@@ -180,6 +181,30 @@ def python_process(_processes: Callable[..., Any]) -> Callable[..., Process]:
         return process
 
     return start
+
+
+@pytest.fixture
+def make_field(
+    table_prefix: str, effects: EffectLog, gates: Gates, worker_process: Callable[..., Any], python_process: Callable[..., Any]
+) -> Iterator[Callable[..., Field]]:
+    """``make_field(database, redis=None)``: an application with real workers and the real command line (``support/field.py``)."""
+    made: list[Field] = []
+
+    def make(database: str, **options: str) -> Field:
+        shared = {effect_files.VARIABLE: str(effects.path), gate_files.VARIABLE: str(gates.directory)}
+        processes = {"worker_process": worker_process, "python_process": python_process}
+        made.append(Field(database, prefix=table_prefix, shared=shared, **processes, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.operator.close()
+
+
+@pytest.fixture
+def field(make_field: Callable[..., Field], sqlite_path: Path) -> Field:
+    """That application on an SQLite file."""
+    return make_field(f"sqlite:///{sqlite_path}")
 
 
 # --- what is global is put back --------------------------------------------------------------------------------------

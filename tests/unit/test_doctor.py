@@ -118,7 +118,9 @@ def test_a_step_whose_next_try_is_still_to_come_is_left_to_it(bench: Workbench) 
     """DOCTOR-1, beyond: a row between tries is judged by next_try_at, plus the grace."""
     run = bench.send()
     failing_once(bench, "pay")
-    bench.work_until(lambda: len(run.actions()) == 3 and run.actions()[2].next_try_at is not None and run.actions()[2].tries == 1)
+    bench.work_until(
+        lambda: len(run.actions()) == 3 and run.actions()[2].next_try_at is not None and run.actions()[2].tries == 1
+    )
     next_try_at = run.actions()[2].next_try_at
     assert next_try_at is not None
     due_in = (next_try_at - bench.clock.now()) / 1000

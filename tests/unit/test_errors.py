@@ -57,6 +57,7 @@ EXAMPLES: list[SagaError] = [
     errors.StoreError("plain"),
     errors.WriteRefusedError("busy", sqlite_errorcode=517),
     errors.WriteUnknownError("plain"),
+    errors.MessageNotSentError("plain"),
     errors.HistoryMismatchError("run-1", 2, "step charge", "step refund"),
     errors.SuspensionSwallowedError(),
     errors.SendInsideWorkflowError("charge.send()"),

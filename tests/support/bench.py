@@ -88,6 +88,9 @@ class HandOutbox:
 
     keep = stage
 
+    def unsure(self) -> None:
+        pass
+
     def delivered(self) -> None:
         pass
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
+from . import notify
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -141,6 +142,7 @@ class ClaimAttempt:
         """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
         engine, job = self.engine, self.job
         row, landed = engine.store.write(self._write)
+        now = engine.now()
         if row is None or not (landed or self._is_ours(row)):
             return self._lost(row)
         claim = self._claimed(row)
@@ -152,7 +154,13 @@ class ClaimAttempt:
                     claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._not_committed(row)
+        if landed:
+            notify.changes(engine, job.run_id, claim.workflow, now, [self._line(claim.actor, claim.attempts)])
         return claim
+
+    def _line(self, actor: str, attempts: int) -> history.Line:
+        kind = history.ACTION_STARTED if self.job.kind == "step" else history.COMPENSATION_STEP_STARTED
+        return history.Line(kind, sequence=self.job.sequence, name=actor, attempt=attempts)
 
     def _is_ours(self, row: tuple[Any, ...]) -> bool:
         return bool(row[9] == self.delivery and row[7] == "running")
@@ -180,8 +188,7 @@ class ClaimAttempt:
             landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
         row = row or self._read(tx)
         if landed and row is not None:
-            kind = "action.started" if job.kind == "step" else "compensation.step_started"
-            engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
+            engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         return row, bool(landed)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:

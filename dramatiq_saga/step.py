@@ -247,7 +247,8 @@ class Runner:
             self._release(delivery, claim)
             return
         body.run()
-        _current.set(None)
+        if not self.inline:  # an interrupt may have come before the body's own reset; inline, the caller may be a step
+            _current.set(None)
         self._conclude(delivery, claim, body)
 
     def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:

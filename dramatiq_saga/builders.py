@@ -7,6 +7,7 @@ and only kind and name have to agree (HISTORY-1).
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import sys
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dramatiq import Actor, Message
 
+from .advice import advise
 from .clock import moment_to_ms, to_ms
-from .codec import encode, step_failed
+from .codec import encode_call, step_failed
 from .engine.replay import Replay
 from .engine.rows import CompensationSpec, NewStep, StepEntry
 from .errors import NotSerializableError, SagaError, StepExpiredError
@@ -172,18 +174,25 @@ class ActionBuilder(Generic[R]):
         """Dramatiq options for this step's messages: ``queue_name, priority, max_retries, min_backoff, time_limit, …``.
 
         Raises:
-          TypeError: an option that a message cannot carry.
+          TypeError: an option that a message cannot carry, or the misspelt name of one.
           NotSerializableError: a value that cannot be stored.
         """
         for name in options:
             if name in _REFUSED_OPTIONS:
                 raise TypeError(f"with_options() does not take {name!r}: {_REFUSED_OPTIONS[name]}")
+            self._check_spelling(name)
         try:
             json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise NotSerializableError("with_options()", str(error)) from None
         self._options.update(options)
         return self
+
+    def _check_spelling(self, name: str) -> None:
+        """Middleware may read options that it has not announced, so only what looks like an announced one is refused."""
+        known = {"queue_name", "priority", *self._actor.broker.actor_options}
+        if name not in known and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
+            raise TypeError(f"with_options() does not know {name!r}: did you mean {near[0]!r}?")
 
     def run(self) -> R:
         """The step's result, once it has one; until then the function is suspended.
@@ -205,7 +214,7 @@ class ActionBuilder(Generic[R]):
             assert entry.value is not None
             return entry.value()  # type: ignore[no-any-return]
         if entry.status == "failed" and entry.given_up:
-            raise step_failed(entry.actor, entry.sequence, entry.error or "")
+            raise step_failed(entry.actor, entry.sequence, text=entry.error or "")
         if entry.status == "expired":
             raise StepExpiredError(entry.actor, entry.sequence)
         raise replay.suspend()
@@ -220,7 +229,7 @@ class ActionBuilder(Generic[R]):
         priority = options.pop("priority", None)
         sequence = replay.next_sequence()
         settings = replay.settings
-        return NewStep(
+        step = NewStep(
             sequence, actor.actor_name, queue, priority, options or None, self._encoded,
             max_claims=self._max_claims,
             reclaim_stale_after_seconds=self._reclaim.resolve(settings, "actions"),
@@ -231,6 +240,8 @@ class ActionBuilder(Generic[R]):
             comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
             expires_at=self._expires_at,
         )  # fmt: skip
+        advise(actor, step, settings)
+        return step
 
     @property
     def _has_compensation(self) -> bool:
@@ -319,13 +330,30 @@ def compensation(
 
 def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """``[args, kwargs]`` encoded, after checking that the actor can be called with them."""
-    signature = signature_of(actor.fn)
-    if signature is not None:
+    if not _fits(actor.fn, len(args), tuple(kwargs)):
+        signature = signature_of(actor.fn)
+        assert signature is not None
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{actor.actor_name}: {error}; its signature is {actor.actor_name}{signature}") from None
-    return encode([list(args), kwargs], actor.actor_name)
+    try:
+        return encode_call(args, kwargs)
+    except NotSerializableError as error:
+        raise NotSerializableError(f"{actor.actor_name}: {error.path}", error.detail) from None
+
+
+@lru_cache(maxsize=4096)
+def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
+    """Whether a call of that shape binds; which values it carries makes no difference."""
+    signature = signature_of(fn)
+    if signature is None:
+        return True
+    try:
+        signature.bind(*(None,) * positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)

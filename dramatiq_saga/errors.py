@@ -40,8 +40,12 @@ def is_named(names: Iterable[str], cls_or_name: type[BaseException] | str) -> bo
     return any(name == wanted for name in names)
 
 
-def _shown_type(name: str) -> str:
-    return name.removeprefix("builtins.")
+def in_one_line(name: str, message: str) -> str:
+    """A recorded error as people read it: ``ValueError: no``, ``shop.CardDeclined: no money``, ``step 3 (ship) failed: …``."""
+    module, _, cls = name.rpartition(".")
+    if module == __name__ and cls in ("StepFailedError", "StepInterruptedError"):
+        return message  # which says it all
+    return f"{cls if module in ('builtins', __name__) else name}: {message}"
 
 
 # --- what a workflow function may catch ------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class StepFailedError(FlowError):
         self.code = code
 
     def __str__(self) -> str:
-        return f"step {self.sequence} ({self.actor_name}) failed: {_shown_type(self.error_type)}: {self.message}"
+        return f"step {self.sequence} ({self.actor_name}) failed: {in_one_line(self.error_type, self.message)}"
 
     def is_a(self, cls_or_name: type[BaseException] | str) -> bool:
         """Whether the original error was an instance of that class, judged by recorded names.
@@ -206,7 +210,7 @@ class FlowEndedError(SagaError):
     def __str__(self) -> str:
         detail = ""
         if self.cause:
-            detail = f": {_shown_type(str(self.cause.get('type')))}: {self.cause.get('message')}"
+            detail = f": {in_one_line(str(self.cause.get('type')), str(self.cause.get('message')))}"
         elif self.reason:
             detail = f": {self.reason}"
         return f"run {self.run_id} of {self.workflow_name} {self._verb}{detail}"
@@ -317,14 +321,21 @@ class NotSerializableError(SagaError, TypeError):
 
 
 class WouldBlockError(SagaError):
-    """``run_sync`` met a wait that nothing in this process can end (SYNC-1)."""
+    """``run_sync`` met a wait that nothing in this process can end (SYNC-1).
 
-    def __init__(self, run_id: str, waiting_for: str) -> None:
-        super().__init__(run_id, waiting_for)
+    ``held`` is the recorded error where the run is held for a fault in its code (HISTORY-1): it goes on once that is mended.
+    """
+
+    def __init__(self, run_id: str, waiting_for: str, held: dict[str, Any] | None = None) -> None:
+        super().__init__(run_id, waiting_for, held)
         self.run_id = run_id
         self.waiting_for = waiting_for
+        self.held = held
 
     def __str__(self) -> str:
+        if self.held is not None:
+            error = f"{str(self.held.get('type')).rpartition('.')[2]}: {self.held.get('message')}"
+            return f"run {self.run_id} is held: {error}"
         return (
             f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; "
             "start it with send() instead"
@@ -402,6 +413,10 @@ class WriteUnknownError(StoreError):
 
     Never retried blindly; the writer settles by its token (QUEUE-8).
     """
+
+
+class MessageNotSentError(StoreError):
+    """The broker would not take a message whose row is committed: it is sent again later (DRIVE-3). ``__cause__`` is its error."""
 
 
 # --- for authors -----------------------------------------------------------------------------------------------------

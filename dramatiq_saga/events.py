@@ -387,13 +387,21 @@ def on(*classes: type[Event]) -> Callable[[F], F]:
 
 def subscribe(listener: Listener, *classes: type[Event]) -> None:
     """What :func:`on` does, as a call. Subscribing twice to one class counts once."""
-    if not classes or not all(isinstance(cls, type) and issubclass(cls, Event) for cls in classes):
+    if not classes or not all(map(_is_event_class, classes)):
         raise TypeError(f"listen to event classes of dramatiq_saga.events, not {classes!r}: @on(ActionFailed)")
-    if not callable(listener) or inspect.iscoroutinefunction(listener):
+    if not _is_plain_function(listener):
         raise TypeError(f"{listener!r} cannot listen: a listener is a plain function that takes the event")
     with _lock:
         _subscribed.extend((cls, listener) for cls in dict.fromkeys(classes) if (cls, listener) not in _subscribed)
         _heard_by.clear()
+
+
+def _is_event_class(cls: object) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Event)
+
+
+def _is_plain_function(listener: object) -> bool:
+    return callable(listener) and not inspect.iscoroutinefunction(listener)
 
 
 def unsubscribe(listener: Listener, *classes: type[Event]) -> bool:

@@ -61,10 +61,7 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
         return
     if state[2]:
-        error = load_error(state[2])
-        raise WouldBlockError(
-            new.run_id, f"code that fits its history ({error['type'].rsplit('.', 1)[-1]}: {error['message']})"
-        )
+        raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
     waiting = engine.store.read(lambda tx: tx.all(_OPEN, (new.run_id,)))
     what = ", ".join(f"step {sequence} ({actor}, {status})" for sequence, actor, status in waiting) or "something from outside"
     raise WouldBlockError(new.run_id, what)

@@ -6,12 +6,15 @@ their options (NATIVE-5).
 
 Dramatiq swallows what hooks raise, unless it is a ``MiddlewareError``; so nothing that could lose work is left to an exception
 here: verbs that record something wait for the store instead (FENCE-3).
+
+Long because every hook that Dramatiq has is a way for a message to end, and they are read against each other.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import random
 import secrets
 import socket
 import threading
@@ -26,6 +29,7 @@ from dramatiq.middleware import (
     Callbacks,
     CurrentMessage,
     GroupCallbacks,
+    Interrupt,
     Middleware,
     MiddlewareError,
     Pipelines,
@@ -40,18 +44,25 @@ from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
-from .errors import MessageSkippedError, MessageTooOldError, MiddlewareOrderError, SagaError, StoreError, UnknownActorError
+from .errors import (
+    MessageSkippedError,
+    MessageTooOldError,
+    MiddlewareOrderError,
+    SagaError,
+    SettingsError,
+    UnknownActorError,
+)
 from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
-from .store.database import Store, open_store
+from .store.database import Database, Store, open_store
+from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
     from dramatiq import Worker
     from dramatiq.broker import MessageProxy
     from dramatiq.worker import ConsumerThread, WorkerThread
-    from peewee import Database
 
     from .engine.core import Sender
 
@@ -103,7 +114,6 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
-        self._warned: set[str] = set()
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
 
@@ -129,9 +139,9 @@ class SagaMiddleware(Middleware):
                     f"SagaMiddleware() without a database uses that of a database broker, and {type(broker).__name__} has none: "
                     'name one, for example SagaMiddleware("postgresql://localhost/shop")'
                 )
-            store = own
+            store = self._adopt(own)
         elif isinstance(own, Store) and own.is_same_database(self._database):
-            store = own
+            store = self._adopt(own)
         else:
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
@@ -144,6 +154,19 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+
+    def _adopt(self, store: Store) -> Store:
+        """The broker's own store, on which the settings about tables count as well."""
+        schema = self.settings.schema
+        if schema.table_prefix not in (store.prefix, Settings().schema.table_prefix):
+            raise SettingsError(
+                "schema.table_prefix",
+                f"{schema.table_prefix!r} is not the prefix of the broker's tables, {store.prefix!r}: "
+                f"give the broker prefix={schema.table_prefix!r} as well",
+            )
+        if schema.auto_create is not None:
+            store.auto_create = schema.auto_create
+        return store
 
     def runner(self, broker: Broker) -> Runner:
         """What runs messages on ``broker``."""
@@ -158,7 +181,7 @@ class SagaMiddleware(Middleware):
         """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
-            return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
+            return JoinedSender(cast("Any", broker), functools.partial(_build_declared, broker))
         return DeferredSender(
             engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
         )
@@ -201,7 +224,7 @@ class SagaMiddleware(Middleware):
         """Refuse to start where the order of middleware, the schema or the database could lose work (SAFE-3)."""
         try:
             check_order(broker, self)
-            if is_gevent_active():
+            if is_gevent_active():  # type: ignore[no-untyped-call]
                 raise MiddlewareOrderError(
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
@@ -241,14 +264,13 @@ class SagaMiddleware(Middleware):
         delivery = self._local.delivery
         if delivery is not None and OPTION in message.options and message.message_id == delivery.message.message_id:
             delivery.retry_asked = True
+            if delivery.state == "failed" and delivery.claim is not None:
+                self._note_next_try(broker, delivery, delay or 0)
 
     def after_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
         delivery = self._local.delivery
-        if delivery is None or not delivery.retry_asked or message.message_id != delivery.message.message_id:
-            return
-        delivery.retry_sent = True
-        if delivery.state == "failed" and delivery.claim is not None:
-            self._note_next_try(broker, delivery, delay or 0)
+        if delivery is not None and delivery.retry_asked and message.message_id == delivery.message.message_id:
+            delivery.retry_sent = True
 
     def _note_next_try(self, broker: Broker, delivery: Delivery, delay: int) -> None:
         from .engine import fence
@@ -258,7 +280,7 @@ class SagaMiddleware(Middleware):
         if claim is not None:
             try:
                 fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
-            except StoreError as error:
+            except Exception as error:
                 self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
@@ -274,17 +296,15 @@ class SagaMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        delivery = self._local.delivery
-        if delivery is None or exception is None or delivery.state != "claimed" or delivery.claim is None:
+        if not isinstance(exception, Interrupt) or OPTION not in message.options:
             return
-        # An interrupt has escaped the wrapper between two of its shields: what it was is recorded here.
-        from .codec import describe_error
-        from .engine import fence
-
-        claim, runner = delivery.claim, self.runner(broker)
-        text = describe_error(exception)
-        if runner.persist(lambda: fence.fail_try(runner.engine, claim, text)):
-            delivery.state = "failed"
+        # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
+        local = self._local
+        if local.delivery is None or local.delivery.message is not message:
+            local.delivery = Delivery(message)
+        delivery, local.pending = local.delivery, None
+        if delivery.job is not None and delivery.state in ("new", "claimed"):
+            self.runner(broker).resume(delivery, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
@@ -293,30 +313,36 @@ class SagaMiddleware(Middleware):
 
     def before_ack(self, broker: Broker, message: MessageProxy) -> None:
         """What would be forgotten with this acknowledgement is recorded first."""
-        delivery = self._take(message)
-        if delivery is None:
+        delivery = self._local.delivery
+        if delivery is None or delivery.message is not message:
             return
-        if delivery.state == "new" and delivery.job is not None:
+        if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
             error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))  # type: ignore[arg-type]
+            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
         elif delivery.state == "failed" and not delivery.retry_sent:
             if delivery.retry_asked:
                 self._withholding(lambda: self._retry_again(broker, delivery))
             else:  # nothing on this broker retries
                 self._withholding(lambda: self.runner(broker).give_up(delivery))
+        self._let_go()
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
         if OPTION not in message.options:
             return
-        delivery = self._take(message) or Delivery(message)
+        delivery = self._local.delivery
+        if delivery is None or delivery.message is not message:
+            delivery = Delivery(message)
         job = delivery.job
+        runner = self.runner(broker)
         if job is None:
             self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
-            return
-        runner = self.runner(broker)
-        if delivery.state == "failed":
+        elif delivery.state == "failed":
             self._withholding(lambda: runner.give_up(delivery))
+        elif self._unrecorded(delivery):
+            self._withhold(delivery)
         elif delivery.state == "new":
             if delivery.actor not in broker.actors:
                 error: SagaError = UnknownActorError(
@@ -330,22 +356,32 @@ class SagaMiddleware(Middleware):
                     f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
                 )
             self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+        self._let_go()
 
-    def _take(self, message: MessageProxy) -> Delivery | None:
-        """The delivery of this message, which is over now."""
-        local = self._local
-        delivery = local.delivery
-        if delivery is None or delivery.message is not message:
-            return None
-        local.delivery = local.pending = None
-        return delivery
+    def _let_go(self) -> None:
+        """The delivery at hand is over. Until then Dramatiq may come again for it, when its end was withheld."""
+        self._local.delivery = self._local.pending = None
+
+    def _unrecorded(self, delivery: Delivery) -> bool:
+        """Whether its claim or its outcome is not known to be durable: the worker was stopped while the store refused."""
+        return delivery.state == "claimed" or (delivery.state == "new" and delivery.attempt is not None)
+
+    def _withhold(self, delivery: Delivery) -> None:
+        """Leave the message to its redelivery (FENCE-3)."""
+        message: Any = delivery.message
+        reason = "its outcome could not be recorded before the worker stopped"
+        if not hasattr(message, "withheld"):
+            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")  # type: ignore[no-untyped-call]
+        message.withheld = reason
 
     def _withholding(self, part: Any) -> None:
         """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
         try:
             part()
-        except StoreError as error:
-            raise WithheldError(f"the outcome could not be recorded: {error}") from error
+        except Exception as error:
+            if not is_trouble(error):
+                raise
+            raise WithheldError(f"the outcome could not be recorded: {error}") from error  # type: ignore[no-untyped-call]
 
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
@@ -362,30 +398,12 @@ class SagaMiddleware(Middleware):
                 return
             except Exception as error:
                 if self.runner(broker).stopping.is_set():
-                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error  # type: ignore[no-untyped-call]
                 self.log.warning(
                     "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
                 )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
-
-    # --- advice ------------------------------------------------------------------------------------------------------
-
-    def advise_on(self, actor: Actor[Any, Any], options: dict[str, Any] | None) -> None:
-        """Warn once about a step whose actor keeps Dramatiq's default of 20 tries over about a month (NATIVE-6)."""
-        name = actor.actor_name
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if "max_retries" in actor.options or (options and "max_retries" in options) or "retry_when" in actor.options:
-            return
-        for middleware in actor.broker.middleware:
-            if isinstance(middleware, Retries) and middleware.max_retries == 20 and middleware.retry_when is None:
-                self.log.warning(
-                    "step_keeps_default_retries",
-                    actor=name,
-                    meaning="20 tries over about a month come before a rollback would begin; set max_retries on the actor",
-                )
 
 
 class BootRefusedError(SagaError, MiddlewareError):
@@ -440,7 +458,27 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     if outgoing.priority is not None:
         options["priority"] = outgoing.priority
     options[OPTION] = facts
-    return Message(queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options)
+    return Message(
+        queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+
+
+#: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
+def _message_id() -> str:
+    """A random id in the shape of Dramatiq's own, without asking the operating system for each."""
+    text = f"{_random.getrandbits(128):032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:
+    """As :func:`build_message`, on a queue that the broker knows afterwards: a row may name one that no actor here has."""
+    if outgoing.queue not in broker.queues:
+        broker.declare_queue(outgoing.queue)
+    return build_message(broker, outgoing)
 
 
 def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:

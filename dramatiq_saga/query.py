@@ -1,8 +1,12 @@
-"""Finding runs (API: ``query()``)."""
+"""Finding runs (API: ``query()``).
+
+A query is a value: narrowing one makes another, and nothing is read before it is iterated over or counted. Rows are read page
+by page behind the last one seen, so a long list costs the same on every page. It never locks and never writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -13,9 +17,12 @@ from .clock import moment_to_ms
 from .handle import FlowHandle
 from .middleware import middleware_of
 from .statuses import FlowStatus
+from .store.models import narrowed
 
 if TYPE_CHECKING:
     from dramatiq import Broker
+
+    from .store.database import Store
 
 #: Rows that one read fetches while a query is iterated over.
 PAGE = 200
@@ -41,14 +48,19 @@ class FlowQuery:
 
     def where(self, **conditions: Any) -> FlowQuery:
         """This search, narrowed: the same conditions as :func:`query` takes."""
-        known = _conditions(**conditions)
+        known = read_conditions(**conditions)
         if "tags" in known:
             known["tags"] = self.tags + known["tags"]
         return replace(self, **known)
 
     def __iter__(self) -> Iterator[FlowHandle[Any]]:
         middleware = middleware_of(self._broker)
-        store = middleware.engine(self._broker).store
+        for run_id, _, workflow in self.rows(middleware.engine(self._broker).store, ("workflow",)):
+            yield FlowHandle(run_id, workflow, middleware=middleware, broker=self._broker)
+
+    def rows(self, store: Store, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """The runs found, as rows: id, created_at, then ``columns`` of ``flow_runs``."""
+        wanted = ", ".join(f"r.{column}" for column in ("id", "created_at", *columns))
         descending = self.order == "newest"
         last: tuple[int, str] | None = None
         left = self.limit
@@ -60,13 +72,12 @@ class FlowQuery:
                 params += [last[0], last[0], last[1]]
             size = PAGE if left is None else min(PAGE, left)
             order = ", ".join("r." + part for part in _ORDERS[self.order].split(", "))
-            sql = f"SELECT r.id, r.workflow, r.created_at FROM {{flow_runs}} r WHERE {where} ORDER BY {order} LIMIT {size}"
+            sql = f"SELECT {wanted} FROM {{flow_runs}} r WHERE {where} ORDER BY {order} LIMIT {size}"
             rows = store.read(lambda tx, sql=sql, params=params: tx.all(sql, params))  # type: ignore[misc]
-            for run_id, workflow, _ in rows:
-                yield FlowHandle(run_id, workflow, middleware, self._broker)
+            yield from rows
             if len(rows) < size:
                 return
-            last = (rows[-1][2], rows[-1][0])
+            last = (rows[-1][1], rows[-1][0])
             left = None if left is None else left - len(rows)
 
     def first(self) -> FlowHandle[Any] | None:
@@ -81,12 +92,16 @@ class FlowQuery:
         return int(row[0]) if row else 0
 
     def _where(self) -> tuple[str, list[Any]]:
-        clauses, params = ["1 = 1"], []
+        clauses: list[str] = ["1 = 1"]
+        params: list[Any] = []
         if self.workflow is not None:
             clauses.append("r.workflow = ?")
             params.append(self.workflow)
         if self.status:
             clauses.append(f"r.status IN ({', '.join('?' * len(self.status))})")
+            index = narrowed(self.status)
+            if index is not None:  # what the index of such runs says of them: the list then costs as much as it shows
+                clauses.append(index)
             params.extend(self.status)
         for name, value in self.tags:
             match = "t.value IS NULL" if value is None else "t.value = ?"
@@ -125,11 +140,13 @@ def query(
       limit: how many at most.
       broker: the global one by default.
     """
-    conditions = _conditions(workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit)
+    conditions = read_conditions(
+        workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit
+    )
     return FlowQuery(broker or dramatiq.get_broker(), **conditions)
 
 
-def _conditions(
+def read_conditions(
     *,
     workflow: Any = None,
     status: Any = None,
@@ -139,6 +156,7 @@ def _conditions(
     order: str | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
+    """The arguments of :func:`query` as fields of a :class:`FlowQuery`. Raises ValueError for one that cannot be meant."""
     given: dict[str, Any] = {}
     if workflow is not None:
         given["workflow"] = workflow if isinstance(workflow, str) else workflow.name

@@ -7,15 +7,21 @@ last try) is handled by the middleware's hooks with the verbs below.
 
 Nothing is acknowledged before its outcome is durable (FENCE-3): while the store refuses, the outcome is kept here and tried
 again, and the acknowledgement waits.
+
+Long because it follows one message from the claim to the last thing that can become of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -26,13 +32,15 @@ from .engine import drive as drives
 from .engine import fence, rollback
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.rows import Outgoing
+from .engine.snapshot import load
 from .errors import (
+    MessageNotSentError,
     NotSerializableError,
     ResultNotSerializableError,
     StepLeftTransactionError,
-    StoreError,
 )
 from .interrupts import Body, disarm, shielded
+from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -52,6 +60,26 @@ MAX_HOP_MS = 60_000
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
+
+class _Marks:
+    """Marks that tell one claim from every other, those of other processes included: a random part per process and a count.
+
+    Without the random part, a restarted container (same process id, same count) could take a dead worker's claim for its own.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        self._boot = os.urandom(6).hex()
+        self._numbers = itertools.count()
+
+    def next(self) -> str:
+        return f"{self._boot}{next(self._numbers):x}"
+
+
+_marks = _Marks()
 _current: ContextVar[Step | None] = ContextVar("dramatiq_saga_step", default=None)
 
 
@@ -90,7 +118,9 @@ class Step:
 class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
-    __slots__ = ("actor", "claim", "failure", "job", "message", "retry_asked", "retry_sent", "run_id", "state")
+    __slots__ = (
+        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retry_asked", "retry_sent", "run_id", "state",
+    )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
         facts = message.options[OPTION]
@@ -107,9 +137,12 @@ class Delivery:
                 facts.get("attempts", 0),
                 message.message_id,
             )
+        self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
-        self.state = "new"  # new -> claimed -> failed | done
+        self.body: Body | None = None
+        self.state = "new"  # new -> claimed -> failed | done; broken: by a fault of ours
         self.failure: BaseException | None = None
+        self.interrupts: list[Interrupt] = []
         self.retry_asked = False
         self.retry_sent = False
 
@@ -133,8 +166,8 @@ class Runner:
         while True:
             try:
                 return part()
-            except StoreError as error:
-                if self.stopping.is_set():
+            except Exception as error:
+                if self.stopping.is_set() or not is_trouble(error):
                     raise
                 self.log.warning("store_unavailable", error=f"{type(error).__name__}: {error}", retry_in=delay)
                 self.stopping.wait(delay)
@@ -144,29 +177,68 @@ class Runner:
 
     def perform(self, delivery: Delivery, fn: Callable[..., Any]) -> Any:
         """Claim, run, record. Returns what Dramatiq is to see, and raises what Dramatiq is to try again."""
+        try:
+            shielded(lambda: self._go_on(delivery, fn), delivery.interrupts)
+        except Exception as error:
+            if not is_trouble(error):
+                delivery.state = "broken"
+            raise
+        if self.inline and delivery.failure is None and delivery.interrupts:
+            raise delivery.interrupts[-1]
+        if delivery.failure is not None:
+            raise delivery.failure
+        body = delivery.body
+        return body.returned[0] if body is not None and body.returned and self._wanted_by_dramatiq(delivery) else None
+
+    def resume(self, delivery: Delivery, interrupt: Interrupt) -> None:
+        """Finish what an interrupt has cut short between two shields: a body that has run is recorded, another is given back."""
+        delivery.interrupts.append(interrupt)
+        shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
+
+    def _go_on(self, delivery: Delivery, fn: Callable[..., Any] | None) -> None:
+        """Everything between taking a message and letting go of it. After an interrupt it is entered again and goes on from
+        what ``delivery`` says; only a body that was started is never started again (FENCE-5)."""
         job = delivery.job
         assert job is not None
-        attempt = ClaimAttempt(self.engine, job, nonce=os.urandom(4).hex(), time_limit_ms=self._time_limit(delivery))
-        claim, interrupt = shielded(lambda: self.persist(attempt.run))
-        if isinstance(claim, Lost):
-            self._lost(delivery, claim)
-            return None
-        delivery.claim, delivery.state = claim, "claimed"
-        delivery.message.options[OPTION] = {**delivery.message.options[OPTION], "attempts": claim.attempts}
-        if interrupt is not None:
+        if delivery.state in ("done", "failed"):
+            return
+        if delivery.attempt is None:
+            if delivery.interrupts:
+                self._put_back(delivery)
+                return
+            delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
+        claim = delivery.claim
+        if claim is None:
+            found = self.persist(delivery.attempt.run)
+            if isinstance(found, Lost):
+                self._lost(delivery, found)
+                return
+            delivery.claim, delivery.state, claim = found, "claimed", found
+        body = delivery.body
+        if body is None and not delivery.interrupts and fn is not None:
+            options = delivery.message.options
+            options[OPTION] = {**options[OPTION], "attempts": claim.attempts}
+            if claim.tries > options.get("retries", 0):
+                options["retries"] = claim.tries  # NATIVE-1: counted on the row; a redelivery does not know of them
+            step = self.persist(lambda: self._step(claim))
+            body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+        if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
-            return None
-        body = Body(lambda: self._call(claim, fn), None if self.inline else self.broker)
+            return
         body.run()
-        return self._conclude(delivery, claim, body)
+        _current.set(None)
+        self._conclude(delivery, claim, body)
 
-    def _call(self, claim: Claim, fn: Callable[..., Any]) -> Any:
+    def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
         args, kwargs = decode(claim.args)
-        token = _current.set(self._step(claim))
+        token = _current.set(step)
         try:
-            return fn(*args, **kwargs)
+            # Called, and its value kept, from C: an interrupt can come before or after both, not in between.
+            into.extend(starmap(partial(fn, **kwargs) if kwargs else fn, (args,)))
         finally:
             _current.reset(token)
+        if not into:
+            raise RuntimeError(f"{claim.actor} raised StopIteration")
 
     def _step(self, claim: Claim) -> Step:
         undoes = None
@@ -178,36 +250,32 @@ class Runner:
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
         )
 
-    def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> Any:
-        """Record how the body ended; from here on nothing may interrupt (FENCE-5)."""
-        left = self.engine.store.abandon_host_transaction()
-        if left:
+    def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
+        """Record how the body ended."""
+        if self.engine.store.joined():
             error = StepLeftTransactionError(
                 f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
             )
             error.__cause__ = body.error
             body.returned, body.error = [], error
+        self.engine.store.abandon_host_transaction()
         if body.returned:
             value = body.returned[0]
-            shielded(lambda: self.persist(lambda: self._succeed(delivery, claim, value)))
-            return value if self._wanted_by_dramatiq(delivery) else None
-        assert body.error is not None
+            self.persist(lambda: self._succeed(delivery, claim, value))
+            return
         failure = body.error
+        assert failure is not None
         if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
             self._release(delivery, claim)
             if self.inline:
-                raise failure
-            return None
-        if isinstance(failure, SkipMessage):
-            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, describe_error(failure), failure)))
-            return None
+                delivery.failure = failure
+            return
         text = describe_error(failure)
-        landed, _ = shielded(lambda: self.persist(lambda: fence.fail_try(self.engine, claim, text)))
-        if not landed:
-            shielded(lambda: self.persist(lambda: self._settle(delivery, claim, text, failure)))
-            return None
-        delivery.state, delivery.failure = "failed", failure
-        raise failure
+        if isinstance(failure, SkipMessage) or not self.persist(lambda: fence.fail_try(self.engine, claim, text)):
+            self.persist(lambda: self._settle(delivery, claim, text, failure))
+            return
+        _say_where(failure, claim)
+        delivery.failure, delivery.state = failure, "failed"
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
@@ -221,9 +289,10 @@ class Runner:
             return
         try:
             fence.settle(self.engine, fence.completed(claim, data), self.sender, delivery.message)
-        except (StoreError, Interrupt):
-            raise
-        except Exception as error:  # the database will not have this value: too large a packet, for example (CODEC-2)
+        except Exception as error:
+            if is_trouble(error):
+                raise
+            # The database will not have this value: too large a packet, for example (CODEC-2).
             self.log.error("result_refused", run_id=claim.job.run_id, sequence=claim.job.sequence, exc_info=error)
             self._unstorable(delivery, claim, error)
             return
@@ -272,7 +341,7 @@ class Runner:
             self._put_back_after(delivery, 0)
 
         self._disarm()
-        shielded(lambda: self.persist(part))
+        self.persist(part)
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
@@ -287,7 +356,9 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.unseen and lost.run_status in ("pending", "running", "waiting"):
+            if lost.run_status == "rolling_back":
+                self._go_on_rolling_back(lost)
+            elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
                 self.wake(job.run_id)
             elif not self.sender.joins:
                 drives.send_unsent(engine, job.run_id, self.sender)
@@ -296,7 +367,28 @@ class Runner:
                 engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
                 self._put_back_after(delivery, delay)
 
-        shielded(lambda: self.persist(part))
+        self.persist(part)
+        delivery.state = "done"
+
+    def _go_on_rolling_back(self, lost: Lost) -> None:
+        """A redelivery is a chance to send what a crash has left unsent, and the only one to see that an undo's worker is gone."""
+        job = lost.job
+        vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
+        if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
+            outcome = rollback.unfinished(job, lost.actor or "", lost.attempts or 0)
+            rollback.settle(self.engine, outcome, self.sender, None)
+        else:
+            rollback.advance(self.engine, job.run_id, self.sender, None)
+
+    def _put_back(self, delivery: Delivery, delay: int = 0) -> None:
+        """The message again, as if it had not been delivered: nothing has been claimed or decided."""
+
+        def part() -> None:
+            self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
+            self._put_back_after(delivery, delay)
+
+        self._disarm()
+        self.persist(part)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -318,27 +410,28 @@ class Runner:
         copy = message.copy(options={OPTION: message.options[OPTION]})
         copy.options.pop("store_results", None)
         copy.options.pop("eta", None)
-        self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
+        try:
+            self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
+        except Exception as error:
+            raise MessageNotSentError(f"the message of {delivery.actor} could not be put back: {error}") from error
 
     # --- drives ------------------------------------------------------------------------------------------------------
 
     def drive(self, delivery: Delivery) -> None:
         """Drive the run that a message names; an interrupt aborts the drive, and the run is driven again (FENCE-5)."""
-        try:
-            self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
-        except Interrupt:
-            self._disarm()
 
-            def part() -> None:
-                self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, 1000))
-                self._put_back_after(delivery, 1000)
+        def part() -> None:
+            if delivery.interrupts:
+                self._put_back(delivery, 1000)
+            else:
+                self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
+            delivery.state = "done"
 
-            shielded(lambda: self.persist(part))
-        delivery.state = "done"
+        shielded(part, delivery.interrupts)
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        snapshot = drives.load(self.engine, run_id)
+        snapshot = load(self.engine, run_id)
         if snapshot is None:
             return
         if self.engine.drives(snapshot.workflow):
@@ -365,7 +458,7 @@ class Runner:
                     self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
                 )
 
-        shielded(lambda: self.persist(part))
+        shielded(lambda: self.persist(part), delivery.interrupts)
         delivery.state = "done"
 
     def refuse(self, job: Job, actor: str, error: BaseException) -> None:
@@ -374,7 +467,7 @@ class Runner:
 
         def part() -> None:
             if job.kind == "step":
-                run = drives.load(self.engine, job.run_id)
+                run = load(self.engine, job.run_id)
                 if run is None:
                     return
                 outcome = fence.Outcome(
@@ -386,4 +479,19 @@ class Runner:
                     self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
                 )
 
-        shielded(lambda: self.persist(part))
+        shielded(lambda: self.persist(part), [])
+
+
+def _say_where(failure: BaseException, claim: Claim) -> None:
+    """Add run and step to what Dramatiq logs of a failure: its line names the actor alone, for our messages carry no arguments.
+
+    An error object that is raised again and again keeps the last of these notes, not all of them.
+    """
+    job = claim.job
+    mark = "dramatiq-saga: "
+    with suppress(Exception):  # an exception class may refuse new attributes
+        notes = [note for note in getattr(failure, "__notes__", ()) if not str(note).startswith(mark)]
+        failure.__notes__ = [
+            *notes,
+            f"{mark}{job.kind} {job.sequence} of run {job.run_id} ({claim.workflow}), claim {claim.attempts}",
+        ]

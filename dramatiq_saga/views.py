@@ -19,6 +19,12 @@ def _value(data: bytes | None) -> Any:
     return None if data is None else decode(data)
 
 
+def _as_flags(view: object, *names: str) -> None:
+    """SQLite and MySQL keep flags as numbers."""
+    for name in names:
+        object.__setattr__(view, name, bool(getattr(view, name)))
+
+
 def _error(text: str | None) -> dict[str, Any] | None:
     return None if text is None else load_error(text)
 
@@ -56,6 +62,9 @@ class ActionView:
     created_at: int
     started_at: int | None
     ended_at: int | None
+
+    def __post_init__(self) -> None:
+        _as_flags(self, "given_up", "optional")
 
     @property
     def idempotency_key(self) -> str:
@@ -115,6 +124,9 @@ class CompensationView:
     created_at: int
     started_at: int | None
     ended_at: int | None
+
+    def __post_init__(self) -> None:
+        _as_flags(self, "given_up")
 
     @property
     def args(self) -> list[Any]:
@@ -202,6 +214,9 @@ class ChildView:
     stored_error: str | None
     created_at: int
     ended_at: int | None
+
+    def __post_init__(self) -> None:
+        _as_flags(self, "optional")
 
     @property
     def args(self) -> list[Any]:

@@ -76,9 +76,9 @@ class Workflow(Generic[P, R]):
             options["time_limit"] = time_limit
         drive = functools.partial(middleware.drive_from_message, broker, name)
         functools.update_wrapper(drive, fn)
-        self.actor: Actor[Any, Any] = _WorkflowActor(
-            drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options
-        )
+        actor = _WorkflowActor(drive, broker=broker, actor_name=name, queue_name=queue_name, priority=priority, options=options)
+        actor.workflow = self
+        self.actor: Actor[Any, Any] = actor
         middleware.engine(broker).workflows[name] = WorkflowDefinition(name, fn, queue_name, version)
         functools.update_wrapper(self, fn, updated=())
 
@@ -120,7 +120,7 @@ class Workflow(Generic[P, R]):
         new = self._new_run(args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options)
         engine = self._middleware.engine(self.broker)
         runs.start(engine, new, self._middleware.sender(self.broker))
-        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+        return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
 
     def run_sync(self, *args: P.args, **kwargs: P.kwargs) -> FlowHandle[R]:
         """Run to the end in this process, steps included, through the same rows as a queued run (SYNC-1).
@@ -133,7 +133,7 @@ class Workflow(Generic[P, R]):
         refuse_inside_workflow(f"running {self.name}")
         new = self._new_run(args, dict(kwargs), None, None, None, None, None, None, {})
         run_inline(self._middleware, self.broker, new)
-        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+        return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
 
     def _new_run(
         self,
@@ -162,6 +162,8 @@ class Workflow(Generic[P, R]):
         if expires_in is not None and expires_at is not None:
             raise TypeError("give expires_in or expires_at, not both")
         deadline = self.expires_in if expires_in is None and expires_at is None else expires_in
+        if deadline is not None and to_ms(deadline) <= 0:
+            raise ValueError(f"expires_in takes a duration above zero, not {deadline!r}")
         if isinstance(delay, timedelta):
             delay = to_ms(delay)
         priority = options.pop("priority", None)
@@ -189,8 +191,9 @@ class _WorkflowActor(Actor[Any, Any]):
     """The actor behind a workflow; its own ``send`` would start nothing, so it is refused."""
 
     __saga_workflow__ = True
+    workflow: Workflow[Any, Any]
 
-    def send_with_options(self, **_: Any) -> Any:  # type: ignore[override]
+    def send_with_options(self, **_: Any) -> Any:
         raise SagaError(f"{self.actor_name} is a workflow: start a run with Workflow.send(), not with its actor's")
 
 
@@ -279,4 +282,9 @@ def workflow(
     return declare if fn is None else declare(fn)
 
 
-__all__ = ["Workflow", "workflow"]
+def workflows_of(broker: Broker) -> dict[str, Workflow[Any, Any]]:
+    """The workflows that are declared on a broker in this process, by name."""
+    return {name: actor.workflow for name, actor in broker.actors.items() if isinstance(actor, _WorkflowActor)}
+
+
+__all__ = ["Workflow", "workflow", "workflows_of"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -15,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from dramatiq_saga import errors, statuses
+import dramatiq_saga
+from dramatiq_saga import Flow, FlowHandle, FlowQuery, Step, Workflow, errors, events, statuses
+from dramatiq_saga.builders import ActionBuilder
+from dramatiq_saga.journal import anomalies, history
 from tests.support.pages import NOT_RUN, ROOT, Page, all_pages
 from tests.support.processes import WorkerProcess
 
@@ -147,6 +152,61 @@ def test_the_reference_names_every_status() -> None:
     words = [word for enum in enums if enum is not StrEnum for word in (enum.__name__, *enum)]
     assert len(words) > 20
     assert [str(word) for word in words if f"`{word}`" not in text] == []
+
+
+def words_of(page: str) -> set[str]:
+    """Every name between backquotes on a page, without its arguments."""
+    text = (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
+
+
+def test_the_reference_names_what_a_user_imports_and_calls() -> None:
+    names = {*dramatiq_saga.__all__, *dir(events)} & {*dramatiq_saga.__all__, "on", "subscribe", "unsubscribe", "listening"}
+    for cls in (Flow, ActionBuilder, FlowHandle, Workflow, Step, FlowQuery):
+        own = {name for base in cls.__mro__[:-1] for name in vars(base)} | set(getattr(cls, "__annotations__", ()))
+        names |= {
+            name for name in own if not name.startswith("_") and name not in ("broker", "expires_in", "queue_name", "rows")
+        }
+    assert len(names) > 60
+    assert sorted(names - words_of("api.md")) == []
+
+
+def test_the_reference_names_every_event_and_every_word_of_the_history() -> None:
+    text = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+    words = [word for name, word in vars(history).items() if name.isupper() and isinstance(word, str)]
+    assert [word for word in words if f"`{word}`" not in text] == []
+    recorded = re.findall(r"`([a-z_]+\.[a-z_]+)`", text.partition("## Words that nothing")[0])
+    classes = {cls.type: name for name, cls in vars(events).items() if getattr(cls, "type", "") and isinstance(cls, type)}
+    assert [name for word, name in classes.items() if word in recorded and f"`{name}`" not in text] == []
+
+
+def test_the_reference_names_every_anomaly_and_every_other_log_line() -> None:
+    """A line is ``log.warning("its_name", …)`` in the source; the name is what people search for."""
+    text = (ROOT / "docs" / "reference" / "anomalies.md").read_text(encoding="utf-8")
+    line = re.compile(r"\.(?:debug|info|warning|error|critical)\(\s*\"([a-z_]+)\"")
+    said = {name for path in (ROOT / "dramatiq_saga").rglob("*.py") for name in line.findall(path.read_text(encoding="utf-8"))}
+    assert len(said) > 8
+    assert [name for name in sorted({*anomalies.CODES, *said}) if f"`{name}`" not in text] == []
+
+
+#: A statement that changes how a row of these tables stands.
+WRITES_STATUS = re.compile(
+    r"(UPDATE \{(flow|action|compensation)_runs\} SET |INSERT INTO \{(action|compensation)_runs\}|\{insert_ignore\} \{flow_runs\})"
+    r"(?:(?! WHERE ).)*\b(status|given_up)\b"
+)
+
+
+def test_the_tables_of_statuses_show_every_statement_that_writes_one() -> None:
+    """STATUS-1: no status changes in a way that the page does not tell of."""
+    text = (ROOT / "docs" / "reference" / "statuses.md").read_text(encoding="utf-8")
+    found = set()
+    for module in pkgutil.walk_packages(dramatiq_saga.__path__, "dramatiq_saga."):
+        if ".migrations." not in module.name and not module.name.endswith(".__main__"):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if isinstance(value, str) and WRITES_STATUS.match(value):
+                    found.add(f"{module.name.rpartition('.')[2]}.{name.removesuffix('_RETURNING')}")
+    assert len(found) > 20
+    assert found == set(re.findall(r"`(\w+\._[A-Z_]+)`", text))
 
 
 JOB = re.compile(r"python3 noxfile\.py +([a-z]+)")

@@ -20,13 +20,16 @@ from dramatiq.errors import DecodeError
 from dramatiq.message import Message
 
 from . import reservations, settlement
-from .messages import DatabaseMessageProxy
+from .messages import DatabaseMessageProxy, Reservation
 
 if TYPE_CHECKING:
     from .database import DatabaseBroker
 
 #: Seconds after which a waiting consumer looks at its queue even though nobody has told it to.
 LOOK_ANYWAY = 1.0
+
+#: Messages in a row that may take a slot without a reservation while there is no room.
+MAX_HANDED_OVER = 16
 
 #: Longest pause, in seconds, between two attempts to reserve while the database refuses them.
 MAX_BACKOFF = 1.0
@@ -46,12 +49,13 @@ class DatabaseConsumer(Consumer):
         self._buffer: deque[DatabaseMessageProxy] = deque()
         self._wake = Event()
         self._arrived = True  # a reservation may find something: look at once
-        self._changed = False  # something may have changed: peek first
+        self._changed = True  # something may have changed: peek first
         self._short_of_room = False
         self._next_at: int | None = None  # when the next delayed or leased row becomes available, as far as is known
         self._peeked = time.monotonic()
         self._misses = 0  # reservations refused in a row
         self._fruitless = 0  # looks that found nothing, in a row
+        self._handed_over = 0  # messages that took a slot without a reservation, since the last one
 
     # --- told by others ----------------------------------------------------------------------------------------------
 
@@ -74,6 +78,17 @@ class DatabaseConsumer(Consumer):
         self.held.pop(id(proxy), None)
         if self._short_of_room and self.prefetch - len(self.held) >= self.least:
             self._wake.set()
+
+    def may_hand_over(self) -> bool:
+        """Whether a message may take the slot of the one before it, past those that wait in the table (QUEUE-1).
+
+        While there is room, nobody is passed by: what waits is reserved too. Without room, only so many in a row may; then
+        the slots have to be won by priority and age again, so that endless runs cannot keep out an urgent message.
+        """
+        if not self._short_of_room:
+            return True
+        self._handed_over += 1
+        return self._handed_over <= MAX_HANDED_OVER
 
     # --- Dramatiq's side ---------------------------------------------------------------------------------------------
 
@@ -98,7 +113,9 @@ class DatabaseConsumer(Consumer):
                         self._wake.wait(self._backoff())
                         return None
                 wait = self.broker.idle_pause(self._fruitless)
-                if self._next_at is not None:
+                if self._arrived or self._changed:  # look again, but let others have their turn
+                    wait = 0.002
+                elif self._next_at is not None:
                     wait = min(wait, (self._next_at - clock.now()) / 1000 + 0.0005)
             else:
                 wait = LOOK_ANYWAY
@@ -161,15 +178,21 @@ class DatabaseConsumer(Consumer):
 
     def _fill(self, free: int) -> DatabaseMessageProxy | None:
         """Reserve, keep what can be decoded, hand out the first."""
-        deliveries = self.broker.reserve(self.queue, free)
+        # _arrived is only ever raised here: a message that arrives meanwhile raises it too, and must not be forgotten.
+        try:
+            deliveries = self.broker.reserve(self.queue, free)
+        except BaseException:
+            self._arrived = True  # everything is still to be looked at
+            raise
         if deliveries is None:
             self._arrived = True
             self._misses += 1
             return None
-        self._misses = 0
+        self._misses = self._handed_over = 0
         if deliveries:
             self._fruitless = 0
-        self._arrived = len(deliveries) == free  # there may be more
+        if len(deliveries) == free:  # there may be more
+            self._arrived = True
         for delivery in deliveries:
             proxy = self._deliver(delivery)
             if proxy is not None:
@@ -188,11 +211,11 @@ class DatabaseConsumer(Consumer):
         if message.queue_name != delivery.reservation.queue:
             settlement.reroute(self.broker, delivery.reservation, message.queue_name)
             return None
-        return self.receive(message, delivery.reservation, delivery.lease_until)
+        return self.receive(message, delivery.reservation, lease_until=delivery.lease_until)
 
-    def receive(self, message: Message[Any], reservation: reservations.Reservation, lease_until: int) -> DatabaseMessageProxy:
+    def receive(self, message: Message[Any], reservation: Reservation, *, lease_until: int) -> DatabaseMessageProxy:
         """A delivery of ours: held, and its lease extended, until it has been dealt with."""
-        proxy = DatabaseMessageProxy(message, reservation, self, lease_until)
+        proxy = DatabaseMessageProxy(message, reservation, consumer=self, lease_until=lease_until)
         self.held[id(proxy)] = proxy
         self.broker.here.hold(proxy)
         return proxy

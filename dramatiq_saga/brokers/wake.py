@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 #: With a bell, polling is this many times slower.
 RELAXED = 10
 
-#: Seconds between two wake-ups at least: a storm of messages is one reason to look, not thousands.
-BREATH = 0.001
+#: Seconds between two wake-ups at least, in a storm of messages: one reason to look, not thousands.
+BREATH = 0.005
 
 _IN_CLOSE_NOWRITE, _IN_IGNORED, _IN_NONBLOCK, _IN_CLOEXEC = 0x10, 0x8000, 0o4000, 0o2000000
 

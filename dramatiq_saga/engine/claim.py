@@ -11,15 +11,17 @@ the row or the run in one statement too; of two, the second finds a condition th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WriteUnknownError
 from ..journal import history
 
 if TYPE_CHECKING:
     from ..store.database import Tx
     from .core import Engine
+
+#: When a message is tried again whose claim did not survive its commit, in milliseconds.
+RETRY_UNCOMMITTED_MS = 1_000
 
 _CLAIMABLE = (
     "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND reclaim_stale_at <= ?))"
@@ -30,7 +32,7 @@ _SET = (
 )
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
-    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.status IN ('pending', 'running', 'waiting'))"
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _CLAIM_COMPENSATION = (
     f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
@@ -42,6 +44,14 @@ _STEP_COLUMNS = (
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
+# differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
+_CLAIM_STEP_RETURNING = _CLAIM_STEP + (
+    " RETURNING actor, args, attempts, tries, cycle, claims, max_claims, status, reclaim_stale_at, delivery, "
+    + ", ".join(
+        f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
+        for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context")
+    )
+)
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
@@ -117,7 +127,8 @@ class ClaimAttempt:
     """One claim, safe to carry out again: after an unknown commit, or an interrupt while waiting, it finds its own mark.
 
     ``delivery`` is written with the claim and names this attempt alone, so a rerun that finds it on a running row knows that
-    the claim landed, and never takes a second one.
+    the claim landed, and never takes a second one. It is looked for under the locks of the claim itself: a commit that nobody
+    knows about may still be on its way (test_a_claim_whose_commit_is_unknown_is_found_by_its_mark).
     """
 
     def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None) -> None:
@@ -125,32 +136,26 @@ class ClaimAttempt:
         self.job = job
         self.delivery = f"{job.message_id}/{nonce}"[:64]
         self.time_limit_ms = time_limit_ms
-        self._unknown = False
 
     def run(self) -> Claim | Lost:
         """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
         engine, job = self.engine, self.job
-        if self._unknown:
-            row = engine.store.read(self._read)
-            if row is not None and row[9] == self.delivery and row[7] == "running":
-                return self._claimed(row)
-        try:
-            row, landed = engine.store.write(self._write)
-        except WriteUnknownError:
-            self._unknown = True
-            raise
-        if not landed:
+        row, landed = engine.store.write(self._write)
+        if row is None or not (landed or self._is_ours(row)):
             return self._lost(row)
         claim = self._claimed(row)
         if not engine.store.commit_is_proof:
             row = engine.store.read(self._read)
-            if row is None or row[9] != self.delivery or row[2] != claim.attempts:
+            if row is None or not self._is_ours(row) or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
                     row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor,
                     claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
-                return self._lost(row)
+                return self._not_committed(row)
         return claim
+
+    def _is_ours(self, row: tuple[Any, ...]) -> bool:
+        return bool(row[9] == self.delivery and row[7] == "running")
 
     def _read(self, tx: Tx) -> tuple[Any, ...] | None:
         sql = _READ_STEP if self.job.kind == "step" else _READ_COMPENSATION
@@ -162,12 +167,18 @@ class ClaimAttempt:
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
+        row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            landed = tx.run(_CLAIM_STEP, (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id))
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id)
+            if tx.dialect == "mysql":
+                landed = tx.run(_CLAIM_STEP, params)
+            else:
+                row = tx.one(_CLAIM_STEP_RETURNING, params)
+                landed = row is not None
         else:
             landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
-        row = self._read(tx)
+        row = row or self._read(tx)
         if landed and row is not None:
             kind = "action.started" if job.kind == "step" else "compensation.step_started"
             engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
@@ -198,6 +209,13 @@ class ClaimAttempt:
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
         return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14])
+
+    def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
+        """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""
+        lost = self._lost(row)
+        if lost.status in ("pending", "failed") and lost.retry_at is None:
+            return replace(lost, retry_at=self.engine.now() + RETRY_UNCOMMITTED_MS)
+        return lost
 
 
 def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import rollback
-from .rows import Decision, Entry, NewStep, Outgoing, Snapshot, StepEntry
+from .rows import Decision, NewStep, Outgoing, Snapshot
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -23,12 +23,12 @@ _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), woken_at = NULL, hold_error = NULL, hold_count = 0, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _END = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), ended_at = ?, result = ?, error = ?, woken_at = NULL, hold_error = NULL, "
-    "hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _STEP_COLUMNS = (
     "run_id, sequence, actor, queue, priority, options, args, status, given_up, attempts, tries, claims, cycle, optional, "
@@ -85,16 +85,9 @@ def write(
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and any(is_live(entry) for entry in snapshot.entries):
+    if decision.kind != "suspended" and any(rollback.is_live(entry) for entry in snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
     return True
-
-
-def is_live(entry: Entry) -> bool:
-    """Whether something may still happen to what stands at this sequence."""
-    if not isinstance(entry, StepEntry):
-        return False
-    return entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
 
 
 def settle_live(tx: Tx, run_id: str, *, now: int) -> None:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..journal import history
+from ..store.trouble import is_trouble
 from . import decision as decisions
 from . import notify, rollback, runs
 from .replay import HoldRun, Replay, replay
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _RECORD = (
     "{insert_ignore} {side_effects} (run_id, sequence, name, value, created_at) "
-    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting'){or_ignore}"
+    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'{or_ignore}"
 )
 _RECORDED = "SELECT name, value FROM {side_effects} WHERE run_id = ? AND sequence = ?"
 _UNSENT = (
@@ -77,28 +78,33 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     """One replay and one try at committing it; ``None`` where the run has moved on."""
     definition = engine.workflows[snapshot.workflow]
     context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=_recorder(engine, snapshot))
+    outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
         decision = replay(definition.function, context, engine.make_flow)
         plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
+        engine.note_cost(snapshot.run_id, time.perf_counter() - started)
+        outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+        now = engine.now()
+        lines = decisions.events(snapshot, decision, plan)
+
+        def operation(tx: Tx) -> bool:
+            sent_at = now if outbox.joined else None
+            if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan):
+                return False
+            engine.record(tx, snapshot.run_id, now, lines)
+            outbox.stage(tx)
+            return True
+
+        landed = engine.store.write(operation)
     except _MovedOn:
         return None
-    except HoldRun as hold:
-        return Driven.HELD if runs.hold(engine, snapshot, hold.error, sender, delivery) else None
-    engine.note_cost(snapshot.run_id, time.perf_counter() - started)
-    outbox = sender.outbox(delivery)
-    outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
-    now = engine.now()
-    lines = decisions.events(snapshot, decision, plan)
-
-    def operation(tx: Tx) -> bool:
-        if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, plan=plan):
-            return False
-        engine.record(tx, snapshot.run_id, now, lines)
-        outbox.stage(tx)
-        return True
-
-    if not engine.store.write(operation):
+    except Exception as fault:  # of the engine, or a history that does not fit: nobody's failure (HISTORY-1)
+        if is_trouble(fault):
+            raise
+        error = fault.error if isinstance(fault, HoldRun) else fault
+        return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
+    if not landed:
         engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
             run_id=snapshot.run_id,
@@ -131,8 +137,8 @@ def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapsho
             )
         )  # fmt: skip
     status = {"suspended": "waiting" if decision.outside else "running"}.get(decision.kind, decision.kind)
-    return replace(
-        snapshot, status=status, revision=snapshot.revision + 1, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
+    return snapshot.moved(
+        status=status, revision=snapshot.revision + 1, wakes=snapshot.wakes, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
         tags={**snapshot.tags, **decision.tags} if decision.tags else snapshot.tags,
     )  # fmt: skip
 

@@ -17,15 +17,16 @@ by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..codec import freeze
 from ..journal import history
+from ..store.trouble import is_trouble
 from . import decision as decisions
 from . import drive, notify, rollback
 from .claim import Claim, Job
-from .replay import HoldRun, NeedsRecording, Replay, replay, with_outcome
+from .replay import NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
 from .snapshot import load
 
@@ -55,17 +56,17 @@ _REFUSE = (
 )
 _FRESH = (
     " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? "
-    "AND f.status IN ('pending', 'running', 'waiting'))"
+    "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (
-    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL "
+    "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, next_try_at = ? "
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
 _FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs")
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"
@@ -77,6 +78,10 @@ _LINES = {
     "refused": history.ACTION_FAILED,
     "given_up": history.ACTION_GIVEN_UP,
 }
+
+
+class _MovedOn(Exception):
+    """What the decision rests on has changed; the transaction is rolled back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +145,27 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if outcome.kind == "given_up" and outcome.error is None:
         error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
     value = None if outcome.result is None else freeze(outcome.result)
-    entry = replace(
-        entry, status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
+    entry = entry.settled(
+        status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
     )
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]
     if engine.replay_cost.get(job.run_id, 0.0) > SLOW_REPLAY:
         return False
-    started = time.perf_counter()
     context = Replay(after, now=engine.now(), settings=engine.settings)
+    outbox = sender.outbox(delivery)
+    started = time.perf_counter()
     try:
         decision = replay(definition.function, context, engine.make_flow)
-    except (HoldRun, NeedsRecording):
+        engine.note_cost(job.run_id, time.perf_counter() - started)
+        plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
+        outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+    except NeedsRecording:
         return False
-    engine.note_cost(job.run_id, time.perf_counter() - started)
-    plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
-    outbox = sender.outbox(delivery)
-    outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+    except Exception as fault:
+        if is_trouble(fault):
+            raise
+        return False  # the outcome does not wait for it: the drive will deal with it
     now = engine.now()
     lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
 
@@ -167,13 +176,19 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
             return False
         if not decisions.write(
             tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, wakes=1, plan=plan
-        ):  # pragma: no cover - the condition above has seen the same revision and wakes in this transaction
-            raise AssertionError("a run changed under a transaction that holds it")
+        ):
+            raise _MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
         outbox.stage(tx)
         return True
 
-    if not engine.store.write(operation):
+    try:
+        landed = engine.store.write(operation)
+    except Exception as fault:
+        if is_trouble(fault):
+            raise
+        landed = False  # a value of what follows, for example, that the database will not have
+    if not landed:
         engine.cache.drop(job.run_id)
         return False
     engine.cache.put(drive.advanced(after, decision, context))
@@ -273,7 +288,11 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it."""
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+
+    ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
+    told from one that waits for its moment (DOCTOR-1).
+    """
     job = claim.job
     now = engine.now()
     sql = _FAIL_TRY_STEP if job.kind == "step" else _FAIL_TRY_COMPENSATION
@@ -282,7 +301,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
-        if tx.run(sql, (error, job.run_id, job.sequence, claim.attempts)):
+        if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
         row = tx.one(

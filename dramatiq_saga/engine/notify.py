@@ -62,6 +62,8 @@ def _event(
     base: dict[str, Any] = {"run_id": run_id, "workflow_name": workflow or run[0], "at": now}
     if issubclass(cls, events.ActionEvent):
         action = _action(engine, run_id, line.sequence or 0)
+        if cls is events.ActionRedispatched:
+            base["reason"] = line.detail
         return None if action is None else cls(**base, action=action)
     if issubclass(cls, events.CompensationEvent):
         compensation = _compensation(engine, run_id, line.sequence or 0)
@@ -82,7 +84,7 @@ def _event(
         undone = tuple(row[0] for row in rows if row[1] == "completed")
         return cls(**base, rollback=run[4], undone=undone, error=load_error(run[5]) if run[5] else None)
     if cls is events.SideEffectRecorded:
-        return cls(**base, sequence=line.sequence, name=line.name, stored_value=line.payload)
+        return cls(**base, sequence=line.sequence or 0, name=line.name or "", stored_value=line.payload or b"")
     return cls(**base)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -39,6 +38,10 @@ class Suspend(BaseException):
 
 class NeedsRecording(BaseException):
     """The function wants a side effect that is not recorded, in a replay that may not record one."""
+
+
+class _Abandon(BaseException):
+    """Unwinds a workflow function whose side effect could not be recorded. Not an error of its, and not for it to catch."""
 
 
 class HoldRun(Exception):
@@ -93,6 +96,7 @@ class Replay:
         self.suspended = False
         self.outside = False
         self.error: SagaError | None = None
+        self.abandoned: Exception | None = None
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -103,6 +107,8 @@ class Replay:
 
     def check(self) -> None:
         """Called by every use of ``flow``: the function must not go on after its suspension was swallowed."""
+        if self.abandoned is not None:
+            raise _Abandon
         if self.error is not None:
             raise self.error
         if self.suspended:
@@ -167,7 +173,11 @@ class Replay:
             raise NeedsRecording
         sequence = self.cursor + 1
         data = encode(function(), f"side effect {name!r}")
-        data = self.record(sequence, name, data)
+        try:
+            data = self.record(sequence, name, data)
+        except Exception as error:  # the engine's affair: it must not look like a failure of the function (NATIVE-7)
+            self.abandoned = error
+            raise _Abandon from error
         entry = SideEffectEntry(sequence, name, freeze(data))
         self.new_entries.append(entry)
         self.cursor = sequence
@@ -177,15 +187,25 @@ class Replay:
 def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any]) -> Decision:
     """Walk ``function`` against ``context``'s snapshot.
 
-    Raises :class:`HoldRun` where the walk's result must not be used, and lets :class:`NeedsRecording` and asynchronous
-    interrupts through; in neither case does a decision exist.
+    Raises :class:`HoldRun` where the walk's result must not be used, and lets :class:`NeedsRecording`, asynchronous
+    interrupts and what kept a side effect from being recorded through; in none of these cases does a decision exist.
     """
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
     args, kwargs = context.snapshot.args()
-    _replaying.context = context
+    try:
+        return _walk(function, context, make_flow, args, kwargs)
+    finally:
+        if context.abandoned is not None:  # whatever the function made of it
+            raise context.abandoned
+
+
+def _walk(
+    function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any], args: list[Any], kwargs: dict[str, Any]
+) -> Decision:
     try:
         try:
+            _replaying.context = context
             value = function(make_flow(context), *args, **kwargs)
         finally:
             _replaying.context = None
@@ -193,6 +213,8 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
         if context.error is not None:
             raise HoldRun(context.error) from None
         return _decision(context, "suspended")
+    except SystemExit as error:
+        raise HoldRun(context.error or SagaError(f"the workflow function called sys.exit({error.code!r})")) from error
     except Exception as error:
         if context.error is not None:
             raise HoldRun(context.error) from error
@@ -228,4 +250,7 @@ def with_outcome(snapshot: Snapshot, entry: StepEntry) -> Snapshot:
     """``snapshot`` as it will stand once the outcome in ``entry`` has been recorded and has raised the wake count."""
     entries = list(snapshot.entries)
     entries[entry.sequence - 1] = entry
-    return replace(snapshot, entries=entries, wakes=snapshot.wakes + 1)
+    return snapshot.moved(
+        status=snapshot.status, revision=snapshot.revision, wakes=snapshot.wakes + 1, wakes_seen=snapshot.wakes_seen,
+        hold_count=snapshot.hold_count, entries=entries, tags=snapshot.tags,
+    )  # fmt: skip

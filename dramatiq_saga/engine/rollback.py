@@ -8,25 +8,27 @@ compensation's outcome behind its fence and, in the same transaction, sends the 
 Who else may be here: an outcome that arrives while the plan is drafted (it raises the wake count, so the plan loses and is
 drafted again), a straggler of a step that is being undone (fenced), a second delivery of a compensation (its claim is lost),
 a cancel (never interrupts a rollback, COMP-9). Proven by ``tests/races/test_interleavings.py``.
+
+Long because planning an undo and carrying it out are read against each other: what one writes, the other surveys.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, load_error
-from ..errors import CompensationFailedError, CompensationUnfinishedError
+from ..errors import CompensationFailedError, CompensationUnfinishedError, in_one_line, qualified_name
 from ..journal import history
 from . import notify
 from .claim import Claim, idempotency_key
-from .rows import CompensationSpec, Outgoing, Snapshot, StepEntry
+from .rows import CompensationSpec, Entry, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
     from .claim import Job
-    from .core import Engine, Sender
+    from .core import Engine, Outbox, Sender
     from .rows import Decision
 
 _STEPS = (
@@ -34,10 +36,11 @@ _STEPS = (
     "comp_policy, comp_reclaim_stale_after_seconds, reclaim_stale_at, time_limit_at, comp_from_result FROM {action_runs} "
     "WHERE run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE) ORDER BY sequence DESC"
 )
+_STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "
     "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _INSERT = (
     "INSERT INTO {compensation_runs} (run_id, sequence, level, actor, queue, priority, options, args, undoes, undoes_key, policy, "
@@ -45,7 +48,10 @@ _INSERT = (
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
 _OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
-_COMPLETE = f"UPDATE {{compensation_runs}} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
+_COMPLETE = (
+    "UPDATE {compensation_runs} SET status = 'completed', error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
+    f"WHERE {_OWN}"
+)
 _FAIL = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
     f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
@@ -58,16 +64,23 @@ _REFUSE = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
     "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ?"
 )
+# A row that is `running` and given up has been left behind by its level (PAR-3); its late outcome still lands.
+_LEAVE = (
+    "UPDATE {compensation_runs} SET given_up = TRUE, error = ? WHERE run_id = ? AND sequence = ? AND status = 'running' "
+    "AND given_up = FALSE AND attempts = ? AND reclaim_stale_at IS NULL"
+)
 _ROWS = (
     "SELECT sequence, level, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at "
     "FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN_STATE = "SELECT status, rollback, ends_as, workflow, error FROM {flow_runs} WHERE id = ?"
+_RUN = _RUN_STATE + "{for_update}"
 _END = (
     "UPDATE {flow_runs} SET status = ends_as, rollback = ?, rollback_error = ?, ended_at = ?, revision = revision + 1, "
     "wakes_seen = wakes WHERE id = ? AND status = 'rolling_back' AND rollback = 'running'"
 )
 _SENT = "UPDATE {compensation_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND status = 'pending'"
+_UNFINISHED = qualified_name(CompensationUnfinishedError)
 _RELEASE_HELD = (
     "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ? AND status = 'pending' "
     "AND not_before IS NOT NULL"
@@ -83,6 +96,7 @@ class Plan:
     reason: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Outgoing] = field(default_factory=list)
+    rests_on: list[tuple[int, str, int]] = field(default_factory=list)  # unsettled steps: sequence, status, attempts
 
 
 def draft(
@@ -104,6 +118,11 @@ def draft(
         entry = entries.get(row[0])
         if entry is None:
             continue
+        if row[9] and is_live(entry):
+            # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
+            # to stand so still when the plan is written. test_a_claim_that_lands_while_a_rollback_is_planned_is_undone
+            entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
+            plan.rests_on.append((row[0], row[1], row[3]))
         planned = _planned(engine, snapshot.run_id, entry, row, resolved.get(row[0]), now)
         if planned is not None:
             planned["level"] = len(plan.rows)
@@ -115,6 +134,13 @@ def draft(
         if planned["policy"] == "stop":
             break
     return plan
+
+
+def is_live(entry: Entry) -> bool:
+    """Whether something may still happen to what stands at this sequence."""
+    if not isinstance(entry, StepEntry):
+        return False
+    return entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
 
 
 def _planned(
@@ -189,8 +215,17 @@ def _outgoing(run_id: str, row: dict[str, Any], now: int | None = None) -> Outgo
     )  # fmt: skip
 
 
+def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
+    """Whether the unsettled steps that ``plan`` rests on are still as it found them, and will be until this transaction ends."""
+    if plan.rests_on:
+        tx.one(_RUN, (run_id,))  # no claim can land from here on: it takes this lock too (DRIVE-7)
+    return all(tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on)
+
+
 def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
-    """Put the run under ``rolling_back`` and write every compensation row; 0 where the run has moved on since."""
+    """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since."""
+    if not holds(tx, snapshot.run_id, plan):
+        return 0
     landed = tx.run(
         _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
     )
@@ -225,7 +260,7 @@ def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, s
         if not plan.messages:
             run = tx.one(_RUN, (snapshot.run_id,))
             if run is not None:
-                following = _survey(snapshot.run_id, tx.all(_ROWS, (snapshot.run_id,)), settled={}, now=now)
+                following = _stands(tx, snapshot.run_id, run, now)
                 engine.record(tx, snapshot.run_id, now, _go_on(tx, snapshot.run_id, run, following, now))
     return landed
 
@@ -235,6 +270,7 @@ _LINES = {
     "failed": history.COMPENSATION_FAILED,
     "refused": history.COMPENSATION_FAILED,
     "given_up": history.COMPENSATION_GIVEN_UP,
+    "unfinished": history.COMPENSATION_GIVEN_UP,
 }
 
 # --- driving a rollback ----------------------------------------------------------------------------------------------
@@ -244,7 +280,7 @@ _LINES = {
 class Outcome:
     """What is to be recorded of a compensation."""
 
-    kind: str  # completed | failed | given_up | refused
+    kind: str  # completed | failed | given_up | refused | unfinished
     job: Job
     actor: str
     attempts: int
@@ -256,11 +292,14 @@ class Outcome:
 class _Next:
     """Where a rollback stands once the rows given to :func:`_survey` are as they are."""
 
-    messages: list[Outgoing]
-    finished: bool
-    halted: bool
-    error: str | None
-    undone: list[int]
+    messages: list[Outgoing] = field(default_factory=list)
+    finished: bool = False
+    halted: bool = False
+    error: str | None = None
+    undone: list[int] = field(default_factory=list)
+
+    def sends(self) -> list[int]:
+        return [message.sequence for message in self.messages]
 
 
 def completed(claim: Claim) -> Outcome:
@@ -273,37 +312,44 @@ def failed(claim: Claim, error: str) -> Outcome:
     return Outcome("failed", claim.job, claim.actor, claim.attempts, error)
 
 
+def unfinished(job: Job, actor: str, attempts: int) -> Outcome:
+    """The undo's worker is gone, and nothing will ever take the row from it: its level ends without it (PAR-3, COMP-4)."""
+    error = CompensationUnfinishedError(f"undo of step {job.sequence} ({actor}) had not finished when its level ended")
+    return Outcome("unfinished", job, actor, attempts, describe_error(error))
+
+
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """Record a compensation's outcome and go on with the rollback in the same transaction; false where the fence refused it."""
     job = outcome.job
-    rows = engine.store.read(lambda tx: tx.all(_ROWS, (job.run_id,)))
-    outbox = sender.outbox(delivery)
-    expected = _survey(job.run_id, rows, settled={job.sequence: outcome}, now=engine.now())
-    outbox.load(expected.messages)
     now = engine.now()
-    kind = _LINES[outcome.kind]
-    line = history.Line(kind, sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error)
+    outbox = sender.outbox(delivery)
+    expected = engine.store.read(
+        lambda tx: _stands(tx, job.run_id, tx.one(_RUN_STATE, (job.run_id,)), now, settled={job.sequence: outcome})
+    )
+    outbox.load(expected.messages)
+    line = history.Line(
+        _LINES[outcome.kind], sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error
+    )
 
-    def operation(tx: Tx) -> tuple[bool, bool, list[history.Line]]:
+    def operation(tx: Tx) -> tuple[bool, bool, list[history.Line], bool]:
         run = tx.one(_RUN, (job.run_id,))
         if not _write_outcome(tx, outcome, now):
-            return False, _already(tx, outcome), []
-        lines = [line]
-        if run is not None and run[1] == "running":
-            following = _survey(job.run_id, tx.all(_ROWS, (job.run_id,)), settled={}, now=now)
-            lines += _go_on(tx, job.run_id, run, following, now)
-            if [message.sequence for message in following.messages] == [message.sequence for message in expected.messages]:
-                if outbox.joined:
-                    for message in following.messages:
-                        tx.run(_SENT, (now, job.run_id, message.sequence))
-                outbox.stage(tx)
+            return False, _already(tx, outcome), [], False
+        following = _stands(tx, job.run_id, run, now)
+        lines = [line, *_go_on(tx, job.run_id, run, following, now)]
+        staged = following.sends() == expected.sends()
+        if staged:
+            _send(tx, job.run_id, following, outbox, now)
         engine.record(tx, job.run_id, now, lines)
-        return True, False, lines
+        return True, False, lines, staged
 
-    landed, already, lines = engine.store.write(operation)
+    landed, already, lines, staged = engine.store.write(operation)
     if landed:
-        outbox.delivered()
+        if staged:
+            outbox.delivered()
         notify.changes(engine, job.run_id, None, now, lines)
+        if not staged:
+            advance(engine, job.run_id, sender, delivery)
         return True
     if already:
         advance(engine, job.run_id, sender, delivery)
@@ -314,28 +360,56 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
 def advance(engine: Engine, run_id: str, sender: Sender, delivery: object | None) -> None:
     """Look at a rollback's rows and send what is next, or end it: for a drive, a repair, an operator. Harmless when repeated."""
-    rows = engine.store.read(lambda tx: tx.all(_ROWS, (run_id,)))
+    while not _advance_once(engine, run_id, sender, delivery):
+        pass
+
+
+def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object | None) -> bool:
+    """One look; false (and nothing written) where the rows have changed between looking and writing."""
     now = engine.now()
-    expected = _survey(run_id, rows, settled={}, now=now, unsent_only=True)
     outbox = sender.outbox(delivery)
+    expected = engine.store.read(lambda tx: _stands(tx, run_id, tx.one(_RUN_STATE, (run_id,)), now, unsent_only=True))
     outbox.load(expected.messages)
 
-    def operation(tx: Tx) -> list[history.Line]:
+    def operation(tx: Tx) -> list[history.Line] | None:
         run = tx.one(_RUN, (run_id,))
-        lines: list[history.Line] = []
-        if run is not None and run[1] == "running":
-            following = _survey(run_id, tx.all(_ROWS, (run_id,)), settled={}, now=now, unsent_only=True)
-            lines = _go_on(tx, run_id, run, following, now)
-            engine.record(tx, run_id, now, lines)
-            if outbox.joined:
-                for message in following.messages:
-                    tx.run(_SENT, (now, run_id, message.sequence))
-        outbox.stage(tx)
+        following = _stands(tx, run_id, run, now, unsent_only=True)
+        if following.sends() != expected.sends():
+            return None
+        lines = _go_on(tx, run_id, run, following, now)
+        engine.record(tx, run_id, now, lines)
+        _send(tx, run_id, following, outbox, now)
         return lines
 
     lines = engine.store.write(operation)
+    if lines is None:
+        return False
     outbox.delivered()
     notify.changes(engine, run_id, None, now, lines)
+    return True
+
+
+def _send(tx: Tx, run_id: str, following: _Next, outbox: Outbox, now: int) -> None:
+    """Put the loaded messages into the transaction and consume the one at hand."""
+    if outbox.joined:
+        for message in following.messages:
+            tx.run(_SENT, (now, run_id, message.sequence))
+    outbox.stage(tx)
+
+
+def _stands(
+    tx: Tx,
+    run_id: str,
+    run: tuple[Any, ...] | None,
+    now: int,
+    *,
+    settled: dict[int, Outcome] | None = None,
+    unsent_only: bool = False,
+) -> _Next:
+    """Where the rollback stands now; nothing is to be done where none is running."""
+    if run is None or run[1] != "running":
+        return _Next()
+    return _survey(run_id, tx.all(_ROWS, (run_id,)), settled=settled or {}, now=now, unsent_only=unsent_only)
 
 
 def _survey(
@@ -374,7 +448,7 @@ def _survey(
                 error = outcome.error or error
             if status == "completed":
                 undone.append(sequence)
-            elif status == "failed" and given_up:
+            elif given_up:
                 failures.append((sequence, actor, error))
                 stop = stop or policy == "stop"
             else:
@@ -391,7 +465,7 @@ def _survey(
                         )
                     )  # fmt: skip
         if open_rows:
-            return _Next(waiting, False, False, None, undone)
+            return _Next(waiting, undone=undone)
         if stop:
             return _Next([], True, True, _failure(failures), undone)
     return _Next([], True, False, _failure(failures), undone)
@@ -403,13 +477,14 @@ def _failure(failures: list[tuple[int, str, str | None]]) -> str | None:
     parts = []
     for sequence, actor, error in failures:
         cause = load_error(error) if error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {sequence} ({actor}): {cause['type']}: {cause['message']}")
-    return describe_error(CompensationFailedError("; ".join(parts)))
+        parts.append(f"undo of step {sequence} ({actor}): {in_one_line(cause['type'], cause['message'])}")
+    unfinished_only = all(error and load_error(error)["type"] == _UNFINISHED for _, _, error in failures)
+    return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 
-def _go_on(tx: Tx, run_id: str, run: tuple[Any, ...], following: _Next, now: int) -> list[history.Line]:
+def _go_on(tx: Tx, run_id: str, run: tuple[Any, ...] | None, following: _Next, now: int) -> list[history.Line]:
     """End the run where its rollback has come to an end."""
-    if not following.finished:
+    if not following.finished or run is None:
         return []
     _, _, ends_as, workflow, error = run
     rollback = "halted" if following.halted else "done"
@@ -430,10 +505,14 @@ def _write_outcome(tx: Tx, outcome: Outcome, now: int) -> bool:
         return bool(tx.run(_FAIL, (outcome.error, now, *key, outcome.attempts)))
     if outcome.kind == "given_up":
         return bool(tx.run(_GIVE_UP, (now, *key, outcome.attempts)))
+    if outcome.kind == "unfinished":
+        return bool(tx.run(_LEAVE, (outcome.error, *key, outcome.attempts)))
     return bool(tx.run(_REFUSE, (outcome.error, now, *key, outcome.attempts)))
 
 
 def _already(tx: Tx, outcome: Outcome) -> bool:
+    if outcome.kind == "unfinished":
+        return True  # whatever it is now, somebody else has seen to it
     row = tx.one(
         "SELECT status, attempts, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = ?",
         (outcome.job.run_id, outcome.job.sequence),
@@ -460,15 +539,13 @@ _HELD = "SELECT 1 FROM {compensation_runs} WHERE run_id = ? AND sequence = ? AND
 
 def resend(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
     """Send a pending compensation's message again, where its level is the one that runs."""
-    rows = engine.store.read(lambda tx: tx.all(_ROWS, (run_id,)))
-    wanted = [
-        message for message in _survey(run_id, rows, settled={}, now=engine.now()).messages if message.sequence == sequence
-    ]
+    now = engine.now()
+    level = engine.store.read(lambda tx: _stands(tx, run_id, tx.one(_RUN_STATE, (run_id,)), now))
+    wanted = [message for message in level.messages if message.sequence == sequence]
     if not wanted:
         return False
     outbox = sender.outbox(None)
     outbox.load(wanted)
-    now = engine.now()
 
     def operation(tx: Tx) -> None:
         tx.run(_SENT, (now if outbox.joined else None, run_id, sequence))
@@ -477,9 +554,3 @@ def resend(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
     engine.store.write(operation)
     outbox.delivered()
     return True
-
-
-def unfinished(rows: list[tuple[int, str]]) -> str:
-    """The recorded form of "these undos had not finished when their level ended" (COMP-4)."""
-    names = ", ".join(f"undo of step {sequence} ({actor})" for sequence, actor in rows)
-    return describe_error(CompensationUnfinishedError(f"not finished when the level ended: {names}"))

@@ -35,6 +35,15 @@ class StepEntry:
     def describe(self) -> str:
         return f"step {self.actor!r}"
 
+    def settled(
+        self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None
+    ) -> StepEntry:
+        """This step with an outcome. (``dataclasses.replace`` would be most of a replay's cost.)"""
+        return StepEntry(
+            self.sequence, self.actor, status, given_up, attempts, self.cycle, value, error, self.optional, self.comp_actor,
+            self.comp_ready, self.comp_from_result, self.comp_on_self_failure,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class SideEffectEntry:
@@ -72,6 +81,16 @@ class Snapshot:
     hold_count: int
     entries: tuple[Entry, ...] | list[Entry]
     tags: dict[str, str | None]
+
+    def moved(
+        self, *, status: str, revision: int, wakes: int, wakes_seen: int, hold_count: int, entries: list[Entry],
+        tags: dict[str, str | None],
+    ) -> Snapshot:  # fmt: skip
+        """The run as it stands after a write. (``dataclasses.replace`` would be most of a replay's cost.)"""
+        return Snapshot(
+            self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
+            wakes, wakes_seen, self.args, self.context, hold_count, entries, tags,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, digest
-from ..errors import ConcurrentTransitionError, FlowNotFoundError, RunConflictError, SagaError
+from ..errors import ConcurrentTransitionError, FlowNotFoundError, MessageNotSentError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
 from .decision import settle_live, write_tag
@@ -36,12 +36,12 @@ _STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow
 _CANCEL = (
     "UPDATE {flow_runs} SET status = 'cancelled', reason = ?, ended_at = ?, revision = revision + 1, wakes_seen = wakes, "
     "woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
-    "AND status IN ('pending', 'running', 'waiting')"
+    "AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _HOLD = (
     "UPDATE {flow_runs} SET status = CASE WHEN status = 'pending' THEN 'waiting' WHEN status = 'running' THEN 'waiting' ELSE status END, "
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
-    "WHERE id = ? AND revision = ? AND status IN ('pending', 'running', 'waiting')"
+    "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 
 
@@ -93,13 +93,13 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 run.args,
                 fingerprint,
                 run.context,
-                now,
+                now + (run.delay or 0),
                 run.expires_at,
                 now if outbox.joined else None,
                 now,
             ),
         ):
-            return tx.one(_EXISTING, (run.run_id,))  # type: ignore[return-value]
+            return tx.one(_EXISTING, (run.run_id,))
         for name, value in (run.tags or {}).items():
             write_tag(tx, run.run_id, name, value)
         engine.record(tx, run.run_id, now, lines)
@@ -117,7 +117,7 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
         return False
     try:
         outbox.delivered()
-    except Exception:
+    except Exception as error:
 
         def take_back(tx: Tx) -> None:
             if tx.run(_UNSTART, (run.run_id,)):
@@ -125,6 +125,8 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 tx.run(_UNSTART_TAGS, (run.run_id,))
 
         engine.store.write(take_back)
+        if isinstance(error, MessageNotSentError) and error.__cause__ is not None:
+            raise error.__cause__ from None  # the broker's own error is what the caller knows
         raise
     return True
 
@@ -166,13 +168,29 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
       ConcurrentTransitionError: the run has ended otherwise.
     """
     refuse_inside_workflow("cancelling a run")
+    found = _end_cancelled(engine, run_id, reason)
+    if found is None:
+        return True
+    if found[0] == "missing":
+        raise FlowNotFoundError(run_id)
+    return _already_going(engine, run_id, "cancelled", found[0], found[1])
+
+
+def _end_cancelled(
+    engine: Engine, run_id: str, reason: str | None, *, seen: Snapshot | None = None, plan: rollback.Plan | None = None
+) -> tuple[str, str] | None:
+    """``None`` once it has ended; else where it was found. Given ``seen`` and ``plan``, only a run that they still fit is ended."""
     now = engine.now()
 
     def operation(tx: Tx) -> tuple[str, str] | None:
         state = tx.one(_STATE, (run_id,))
         if state is None:
             return "missing", ""
-        status, _, revision, _, workflow, _ = state
+        status, _, revision, wakes, workflow, _ = state
+        if seen is not None and (revision, wakes) != (seen.revision, seen.wakes):
+            return status, workflow
+        if plan is not None and not rollback.holds(tx, run_id, plan):
+            return status, workflow
         if not tx.run(_CANCEL, (reason, now, run_id, revision)):
             return status, workflow
         settle_live(tx, run_id, now=now)
@@ -182,12 +200,7 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
         return None
 
     engine.cache.drop(run_id)
-    found = engine.store.write(operation)
-    if found is None:
-        return True
-    if found[0] == "missing":
-        raise FlowNotFoundError(run_id)
-    return _already_going(engine, run_id, "cancelled", found[0], found[1])
+    return engine.store.write(operation)
 
 
 def refuse_joined(engine: Engine, what: str) -> None:
@@ -217,15 +230,18 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
         if snapshot is None:
             raise FlowNotFoundError(run_id)
         if snapshot.status not in ("pending", "running", "waiting"):
+            if snapshot.rollback == "running" and not sender.joins:
+                rollback.advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
             return _already_going(engine, run_id, "rolling_back", snapshot.status, snapshot.workflow)
         decision = _seen(engine, snapshot)
         plan = rollback.draft(engine, snapshot, decision, ends_as="cancelled", reason=reason)
         plan.error = None
         if not plan.rows:
-            if cancel(engine, run_id, reason):
+            # Who else may be here: the outcome of a step that would have to be undone. Then the run is not as it was
+            # planned for, and is looked at again. test_a_compensate_that_found_nothing_to_undo_loses_to_an_outcome
+            if _end_cancelled(engine, run_id, reason, seen=snapshot, plan=plan) is None:
                 return True
-            continue
-        if _enter(engine, snapshot, plan, sender):
+        elif _enter(engine, snapshot, plan, sender):
             return True
         engine.anomalies.transition_lost(
             run_id=run_id, workflow=snapshot.workflow, observed=snapshot.status, intended="rolling_back", actual="moved on"

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import MessageNotSentError
 from .rows import Outgoing
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class JoiningBroker(Protocol):
     def stage(self, tx: Tx, prepared: Any, reservation: Any | None = None) -> None: ...
     def can_take(self, prepared: Any) -> bool: ...
     def hand_over(self, tx: Tx, prepared: Any, reservation: Any) -> Any | None: ...
-    def taken(self, prepared: Any, reservation: Any, lease_until: int) -> None: ...
+    def taken(self, prepared: Any, reservation: Any, *, lease_until: int) -> None: ...
     def retain(self, tx: Tx, prepared: Any, reservation: Any) -> bool: ...
     def settle(self, tx: Tx, reservation: Any) -> bool: ...
     def announce(self, prepared: Sequence[Any]) -> None: ...
@@ -108,7 +109,7 @@ class JoinedOutbox:
         prepared, taken = self._prepared, self._taken
         if taken is not None:
             self._taken = None
-            broker.taken(prepared[0], taken, delivery.lease_until)  # type: ignore[union-attr]
+            broker.taken(prepared[0], taken, lease_until=delivery.lease_until)  # type: ignore[union-attr]
             prepared = prepared[1:]
         if prepared and not self._waits_for_host:
             broker.announce(prepared)
@@ -160,11 +161,20 @@ class DeferredOutbox:
             self._send()
 
     def _send(self) -> None:
-        """Send what has not been sent; after an error, another call goes on where this one stopped."""
+        """Send what has not been sent; after an error, another call goes on where this one stopped.
+
+        Raises:
+          MessageNotSentError: the rows are committed, and some of their messages are not on their way.
+        """
         sender, messages = self._sender, self._messages
         while self._sent < len(messages):
             message = messages[self._sent]
-            sender.enqueue(sender.build(message), message.delay)
+            try:
+                sender.enqueue(sender.build(message), message.delay)
+            except Exception as error:
+                raise MessageNotSentError(
+                    f"the message of {message.actor} for run {message.run_id} could not be sent: {type(error).__name__}: {error}"
+                ) from error
             self._sent += 1
         if messages:
             now = sender.store.clock.now()

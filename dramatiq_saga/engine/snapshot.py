@@ -1,4 +1,9 @@
-"""Loading a run and its history, in one short read transaction (DRIVE-1)."""
+"""Loading a run and its history, in one short read transaction (DRIVE-1).
+
+What is loaded is a :class:`~dramatiq_saga.engine.rows.Snapshot`: revision and wake count belong to the very history beside them,
+because one snapshot of the database gave both. Nothing here writes, and nothing decides whether the snapshot is still true: the
+statements that rest on it do.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +42,15 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
     if run is None:
         return None
     entries: dict[int, Entry] = {}
-    for row in tx.all(_STEPS, (run_id,)):
-        entries[row[0]] = step_entry(row)
+    if run[7]:  # without a decision there are no steps
+        for row in tx.all(_STEPS, (run_id,)):
+            entries[row[0]] = step_entry(row)
     for sequence, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
         entries[sequence] = SideEffectEntry(sequence, name, freeze(bytes(value)))
     tags = dict(tx.all(_TAGS, (run_id,)))
     return Snapshot(
         run_id,
-        *run[:10],
+        *run[:10],  # type: ignore[call-arg]
         freeze(bytes(run[10])),
         None if run[11] is None else bytes(run[11]),
         run[12],

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..codec import load_error, preview
+from ..errors import in_one_line
 
 if TYPE_CHECKING:
     from ..settings import History
@@ -25,6 +26,7 @@ FLOW_FAILED: Final = "flow.failed"
 FLOW_CANCELLED: Final = "flow.cancelled"
 FLOW_EXPIRED: Final = "flow.expired"
 FLOW_HELD: Final = "flow.held"
+FLOW_REDRIVEN: Final = "flow.redriven"
 
 ACTION_STARTED: Final = "action.started"
 ACTION_COMPLETED: Final = "action.completed"
@@ -60,6 +62,12 @@ SIGNAL_RECEIVED: Final = "signal.received"
 SIGNAL_CONSUMED: Final = "signal.consumed"
 SIGNAL_TIMED_OUT: Final = "signal.timed_out"
 SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
+
+#: Told by the history only: what an operator reads there and no listener has a class for.
+WITHOUT_EVENT: Final = frozenset({FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED})
+
+#: Told to listeners as the event of a failed try, with ``given_up`` set.
+GIVEN_UP: Final = frozenset({ACTION_GIVEN_UP, COMPENSATION_GIVEN_UP})
 
 #: Told to listeners only: a refused outcome changes no row and adds no history (FENCE-1).
 NOT_RECORDED: Final = frozenset({ACTION_OUTCOME_REJECTED, COMPENSATION_OUTCOME_REJECTED})
@@ -98,6 +106,9 @@ def _detail(line: Line, settings: History) -> str | None:
         return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
     if line.error is not None:
         error = load_error(line.error)
-        kind = error["type"].removeprefix("builtins.")
-        return f"{kind}: {error['message']}" if settings.store_exceptions else kind
+        return (
+            in_one_line(error["type"], error["message"])
+            if settings.store_exceptions
+            else error["type"].removeprefix("builtins.")
+        )
     return line.detail

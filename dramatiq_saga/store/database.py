@@ -33,7 +33,7 @@ from .tickets import Ticket, run_callbacks
 from .transactions import Quirks, Tx
 from .writer import Writer
 
-__all__ = ["Store", "Ticket", "Tx", "open_store"]
+__all__ = ["Database", "Store", "Ticket", "Tx", "open_store"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Store:
         self.prefix = prefix
         self.models: Models = models.build(database, prefix)
         self.commit_is_proof = self.dialect == SQLITE
-        self._auto_create = self.dialect == SQLITE if auto_create is None else auto_create
+        self.auto_create = self.dialect == SQLITE if auto_create is None else auto_create
         self._texts = Statements(self.dialect, prefix, tables=TABLES)
         self._local = threading.local()
         quirks = Quirks(memoryviews=gives_memoryviews(database))
@@ -217,7 +217,7 @@ class Store:
         if self._ready:
             return
         found = migrations.version(self.database, self.prefix)
-        if self._auto_create and (found is None or found < migrations.latest()):
+        if self.auto_create and (found is None or found < migrations.latest()):
             migrations.migrate(self.database, self.prefix)
             found = migrations.version(self.database, self.prefix)
         self._expect(found)
@@ -234,7 +234,7 @@ class Store:
             self._control(self._prepare)
             return
         found = migrations.version(self.database, self.prefix)
-        if found is None and self._auto_create:
+        if found is None and self.auto_create:
             migrations.migrate(self.database, self.prefix)
             return
         self._expect(found)

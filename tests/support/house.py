@@ -39,9 +39,9 @@ MODULES = {
     "foundation": "errors statuses settings clock codec views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders",
+    "flow": "flow builders advice",
     "dramatiq": "workflow handle query step middleware inline interrupts",
-    "operations": "operations",
+    "operations": "operations reports",
     "testing": "testing",
 }
 

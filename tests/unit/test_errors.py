@@ -47,6 +47,7 @@ EXAMPLES: list[SagaError] = [
     errors.ConcurrentTransitionError("run-1", "cancelled", "completed"),
     errors.NotSerializableError("args[0]", "set"),
     errors.WouldBlockError("run-1", "the signal 'paid'"),
+    errors.WouldBlockError("run-1", "code that fits its history", CAUSE),
     errors.SettingsError("repair.enabled", "must be True or False, not 1"),
     errors.SchemaVersionError(None, "3"),
     errors.SchemaVersionError("2", "3"),
@@ -56,6 +57,7 @@ EXAMPLES: list[SagaError] = [
     errors.StoreError("plain"),
     errors.WriteRefusedError("busy", sqlite_errorcode=517),
     errors.WriteUnknownError("plain"),
+    errors.MessageNotSentError("plain"),
     errors.HistoryMismatchError("run-1", 2, "step charge", "step refund"),
     errors.SuspensionSwallowedError(),
     errors.SendInsideWorkflowError("charge.send()"),
@@ -64,6 +66,7 @@ EXAMPLES: list[SagaError] = [
     errors.ResultNotSerializableError("plain"),
     errors.StepLeftTransactionError("plain"),
     errors.MessageTooOldError("plain"),
+    errors.MessageNotSentError("plain"),
     errors.MessageSkippedError("plain"),
     errors.UnknownActorError("plain"),
     errors.CompensationFailedError("plain"),
@@ -157,6 +160,12 @@ def test_an_interrupted_step_is_a_failed_step_by_class_and_by_name() -> None:
 def test_messages_show_builtin_classes_as_python_does() -> None:
     assert str(StepFailedError("charge", 3, "builtins.ValueError", "no")) == "step 3 (charge) failed: ValueError: no"
     assert str(errors.FlowFailedError("run-1", "checkout", CAUSE)) == "run run-1 of checkout failed: ValueError: no"
+
+
+def test_a_run_that_failed_by_a_step_names_the_step_and_not_our_class() -> None:
+    step = StepFailedError("charge", 3, "builtins.ValueError", "no")
+    cause = {**CAUSE, "type": qualified_name(StepFailedError), "message": str(step)}
+    assert str(errors.FlowFailedError("run-1", "checkout", cause)) == f"run run-1 of checkout failed: {step}"
 
 
 def test_a_newer_schema_and_an_older_one_ask_for_different_things() -> None:

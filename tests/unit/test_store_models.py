@@ -153,7 +153,7 @@ def test_the_id_of_a_message_is_never_used_again(store: Store) -> None:
 
 # --- indexes ---------------------------------------------------------------------------------------------------------
 
-LIVE, UNHAPPY = models.LIVE_FLOW, models.UNHAPPY_FLOW
+LIVE, UNHAPPY = models.LIVE, models.UNHAPPY_FLOW
 QUESTIONS = [
     ("SELECT id FROM {messages} WHERE queue = ? AND state = 0 ORDER BY priority, enqueued_at, id LIMIT ?", "queue_ready"),
     ("SELECT id FROM {messages} WHERE queue = ? AND state = 1 AND available_at <= ? ORDER BY available_at", "queue_delayed"),
@@ -167,9 +167,9 @@ QUESTIONS = [
     ("SELECT id FROM {flow_runs} WHERE created_at < ? ORDER BY created_at DESC, id DESC LIMIT ?", "flow_created"),
     (f"SELECT id FROM {{flow_runs}} WHERE status = ? AND {LIVE} ORDER BY created_at DESC, id DESC LIMIT ?", "flow_live"),
     (f"SELECT id FROM {{flow_runs}} WHERE status = ? AND {UNHAPPY} ORDER BY created_at, id LIMIT ?", "flow_unhappy"),
-    (f"SELECT run_id FROM {{action_runs}} WHERE {models.LIVE_ACTION} AND created_at < ?", "action_live"),
-    (f"SELECT run_id FROM {{action_runs}} WHERE expires_at < ? AND {models.LIVE_ACTION}", "action_expiry"),
-    (f"SELECT run_id FROM {{compensation_runs}} WHERE {models.LIVE_COMPENSATION}", "comp_live"),
+    (f"SELECT run_id FROM {{action_runs}} WHERE {models.LIVE} AND created_at < ?", "action_live"),
+    (f"SELECT run_id FROM {{action_runs}} WHERE expires_at < ? AND {models.LIVE}", "action_expiry"),
+    (f"SELECT run_id FROM {{compensation_runs}} WHERE {models.LIVE}", "comp_live"),
     ("SELECT run_id FROM {waits} WHERE status = 'waiting' AND due_at <= ? ORDER BY due_at", "wait_due"),
     ("SELECT run_id FROM {waits} WHERE status = 'waiting' AND name = ?", "wait_name"),
     ("SELECT id FROM {signals} WHERE run_id = ? AND name = ? AND status = 'received' ORDER BY id", "signal_run"),

@@ -30,7 +30,18 @@ def test_a_view_takes_a_row_in_the_order_of_its_columns(view: Any, table: str) -
     fields = [field.name for field in dataclasses.fields(view)]
     assert [{"key": "dedup_key"}.get(name, name.removeprefix("stored_")) for name in fields] == list(view.COLUMNS)
     row = tuple(range(len(view.COLUMNS)))
-    assert dataclasses.astuple(view(*row)) == row
+    flags = {field.name for field in dataclasses.fields(view) if field.type == "bool"}
+    assert dataclasses.astuple(view(*row)) == tuple(
+        bool(n) if name in flags else n for n, name in zip(row, fields, strict=True)
+    )
+
+
+def test_a_flag_is_a_bool_on_databases_that_keep_numbers() -> None:
+    """SQLite and MySQL: ``given_up`` reads True and False, not 1 and 0."""
+    row = [0] * len(ActionView.COLUMNS)
+    assert ActionView(*row).given_up is False
+    row[ActionView.COLUMNS.index("given_up")] = 1
+    assert ActionView(*row).given_up is True
 
 
 def test_what_is_encoded_is_decoded_afresh_at_each_look() -> None:

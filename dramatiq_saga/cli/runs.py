@@ -1,0 +1,248 @@
+"""``send``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+
+A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
+decides about a run; it asks ``operations`` and writes down the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..clock import to_iso
+from ..operations import Cancelled, Operator, RefusedError, RunLine
+from ..reports import StepReport
+from ..statuses import FlowStatus
+from .answer import Answer, cell, cut, duration, moment, table
+
+_JSON_WORDS: dict[type, str] = {
+    list: "an array", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a flag", type(None): "null",
+}  # fmt: skip
+_MARKERS = {"none": "", "running": "undoing", "halted": "undoing halted", "done": "undone"}
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declare this module's commands."""
+    send = commands.add_parser(
+        "send", parents=[common], help="start a run", description="Start a run of a workflow; prints its id."
+    )
+    send.add_argument("workflow", metavar="WORKFLOW", help="the workflow's name")
+    send.add_argument("--args", metavar="JSON", default="[]", help="positional arguments, an array: '[\"order-42\"]'")
+    send.add_argument("--kwargs", metavar="JSON", default="{}", help="keyword arguments, an object")
+    send.add_argument("--run-id", metavar="ID", help="an id of your own: a second run with it is not started")
+    send.set_defaults(run=_send)
+
+    listing = commands.add_parser("list", parents=[common], help="the newest runs", description="The newest runs, one a line.")
+    listing.add_argument(
+        "--status",
+        action="append",
+        default=[],
+        choices=[str(status) for status in FlowStatus],
+        help="may be given more than once",
+    )
+    listing.add_argument("--workflow", metavar="NAME", help="runs of this workflow only")
+    listing.add_argument(
+        "--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once"
+    )
+    listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
+    listing.set_defaults(run=_list)
+
+    cancel = commands.add_parser(
+        "cancel", parents=[common], help="end a run, undoing its work or leaving it",
+        description="End a run. Where it has done work, say what becomes of that: --compensate or --keep.",
+    )  # fmt: skip
+    cancel.add_argument("run_id", metavar="RUN")
+    choice = cancel.add_mutually_exclusive_group()
+    choice.add_argument("--compensate", action="store_true", help="undo its completed steps in reverse order, then end it")
+    choice.add_argument("--keep", action="store_true", help="end it and leave its work as it is")
+    cancel.add_argument("--reason", metavar="TEXT", help="kept with the run")
+    cancel.set_defaults(run=_cancel)
+
+    kick = commands.add_parser(
+        "kick", parents=[common], help="drive a run again",
+        description="Drive a run again, give it and its rows new repairs, and send the messages of what it is parked on.",
+    )  # fmt: skip
+    kick.add_argument("run_id", metavar="RUN")
+    kick.set_defaults(run=_kick)
+
+    resume = commands.add_parser(
+        "resume-rollback", parents=[common], help="not part of this version",
+        description="Go on with a rollback that was halted. Not part of this version.",
+    )  # fmt: skip
+    resume.add_argument("run_id", metavar="RUN")
+    resume.set_defaults(run=_resume)
+
+
+# --- what was typed --------------------------------------------------------------------------------------------------
+
+
+def _tag(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
+    """The JSON given to an option, or a refusal that shows how it is written."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RefusedError(f"{option} is not JSON: {error}; write it like {option} '{example}'") from None
+    if not isinstance(value, kind):
+        raise RefusedError(
+            f"{option} takes {_JSON_WORDS[kind]}, not {_JSON_WORDS[type(value)]}: write it like {option} '{example}'"
+        )
+    return value
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _send(operator: Operator, options: argparse.Namespace) -> Answer:
+    args = _parsed("--args", options.args, kind=list, example='["order-42"]')
+    kwargs = _parsed("--kwargs", options.kwargs, kind=dict, example='{"order_id": "order-42"}')
+    try:
+        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(str(error)) from error
+    note = None if sent.started else "a run with this id was there already: nothing was started"
+    value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
+    return Answer(value, [cell(sent.run_id)], note=note)
+
+
+def _list(operator: Operator, options: argparse.Namespace) -> Answer:
+    runs = operator.list_runs(workflow=options.workflow, status=options.status, tags=dict(options.tag), limit=options.limit)
+    now = operator.store.clock.now()
+    if not runs:
+        narrowed = options.workflow or options.status or options.tag
+        return Answer([], ["no runs match" if narrowed else "there are no runs"])
+    rows = [
+        (
+            run.id,
+            run.workflow,
+            _status(run),
+            moment(run.created_at),
+            duration((run.ended_at or now) - run.created_at),
+            _tags(run),
+        )
+        for run in runs
+    ]
+    lines = table(("run", "workflow", "status", "created", "took", "tags"), rows)
+    if len(runs) == options.limit:
+        lines.append(f"(the newest {options.limit}; --limit shows more)")
+    return Answer([_as_dict(run) for run in runs], lines)
+
+
+def _status(run: RunLine) -> str:
+    notes = [note for note in (_MARKERS.get(run.rollback, run.rollback), "held" if run.hold_until is not None else "") if note]
+    return run.status + (f" ({', '.join(notes)})" if notes and run.status != "rolling_back" else "")
+
+
+def _tags(run: RunLine) -> str:
+    return cut(" ".join(f"{cell(name)}={cell(value)}" for name, value in run.tags.items()), 60)
+
+
+def _as_dict(run: RunLine) -> dict[str, Any]:
+    return {
+        "run_id": run.id, "workflow": run.workflow, "status": run.status, "rollback": run.rollback, "created_at": to_iso(run.created_at),
+        "started_at": to_iso(run.started_at), "ended_at": to_iso(run.ended_at), "held_until": to_iso(run.hold_until),
+        "reason": run.reason, "tags": run.tags,
+    }  # fmt: skip
+
+
+def _cancel(operator: Operator, options: argparse.Namespace) -> Answer:
+    if options.compensate:
+        return _cancelled(operator.compensate(options.run_id, reason=options.reason))
+    if not options.keep:
+        report, worked = operator.worked(options.run_id)
+        if worked and report.status in ("pending", "running", "waiting"):
+            listed = "\n".join(_work(worked))
+            raise RefusedError(
+                f"run {options.run_id} has done work that would stand:\n{listed}\n"
+                "say --compensate to have it undone in reverse order, or --keep to leave it as it is; nothing was changed"
+            )
+    return _cancelled(operator.cancel(options.run_id, reason=options.reason))
+
+
+def _work(steps: Sequence[StepReport]) -> list[str]:
+    rows = []
+    for step in steps:
+        if step.row.status == "running":
+            note = "is at work: its outcome would be refused"
+        elif step.undo is None:
+            note = "nothing undoes it"
+        else:
+            note = f"undone by {step.undo}"
+        rows.append(("  ", step.row.sequence, step.row.actor, step.row.status, note))
+    return table(("", "", "", "", ""), rows)[1:]
+
+
+def _cancelled(answer: Cancelled) -> Answer:
+    run = cell(answer.run_id)
+    if answer.status == "rolling_back":
+        lines = [f"run {run} is rolling back" + ("" if answer.changed else ", and was before") + "; it will end as cancelled"]
+    else:
+        lines = [f"run {run} is {answer.status}" + ("" if answer.changed else ", and was before")]
+    if answer.undone:
+        lines += ["to be undone:" if answer.status == "rolling_back" else "undone:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.undone)]
+    if answer.stands:
+        lines += ["this work stands:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}{_doubt(step)}" for step in answer.stands]
+    value = {
+        "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
+        "stands": [{"sequence": step.row.sequence, "actor": step.row.actor, "status": step.row.status} for step in answer.stands],
+        "undone": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.undone],
+    }  # fmt: skip
+    return Answer(value, lines)
+
+
+def _undo(step: StepReport) -> str | None:
+    return step.compensation.row.actor if step.compensation is not None else step.undo
+
+
+def _doubt(step: StepReport) -> str:
+    return "" if step.row.status == "completed" else " (was at work: whatever it has done stands, its outcome will be refused)"
+
+
+def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
+    report = operator.kick(options.run_id)
+    run = f"run {cell(report.run_id)} of {cell(report.workflow)}"
+    value = {
+        "run_id": report.run_id, "workflow": report.workflow, "status": report.status, "rollback": report.rollback,
+        "driven": report.driven, "committed": report.committed,
+        "sent": [{"kind": row.kind, "sequence": row.sequence, "actor": row.actor, "status": row.status} for row in report.sent],
+        "left": [
+            {"kind": row.kind, "sequence": row.sequence, "actor": row.actor, "status": row.status, "why": row.left}
+            for row in report.left
+        ],
+    }  # fmt: skip
+    if not report.committed:
+        return Answer(
+            value,
+            [f"{run}: the database took the kick and then lost it; nothing was sent (see claim_not_committed)"],
+            done=False,
+        )
+    if not report.driven:
+        return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
+    lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
+    for row in report.rows:
+        what = f"{'step' if row.kind == 'step' else 'undo of step'} {row.sequence} ({cell(row.actor)}, {row.status})"
+        lines.append(f"  {what}: {'sent again' if row.left is None else f'left alone: {row.left}'}")
+    if not report.rows:
+        lines.append("  no step of it is open")
+    return Answer(value, lines)
+
+
+def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
+    operator.resume_rollback(options.run_id)
+    raise AssertionError("refused above")

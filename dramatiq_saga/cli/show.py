@@ -1,0 +1,180 @@
+"""``show``: a run's story, step by step, each with what undoes it, and which try comes next and when (NATIVE-6).
+
+Tells what the rows say and nothing else: no guess stands in for a fact. Times are UTC.
+It must never write.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from ..operations import Operator
+from ..reports import CompensationReport, RunReport, StepReport
+from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
+
+#: Longest payload or message in one line, in characters.
+WIDTH = 160
+
+_ROLLBACK = {
+    "running": "is being undone",
+    "halted": "halted: what follows the failed undo was not undone",
+    "done": "done",
+}
+
+_UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Declare this module's command."""
+    show = commands.add_parser(
+        "show", parents=[common], help="what happened to a run",
+        description="A run, its steps and what undoes them. Times are UTC. --json has the tracebacks too.",
+    )  # fmt: skip
+    show.add_argument("run_id", metavar="RUN")
+    show.add_argument("--events", action="store_true", help="its whole history as well")
+    show.set_defaults(run=_show)
+
+
+def _show(operator: Operator, options: argparse.Namespace) -> Answer:
+    report = operator.show_run(options.run_id, events=options.events)
+    return Answer(report.as_dict(), list(lines_of(report, operator.store.clock.now())))
+
+
+def lines_of(report: RunReport, now: int) -> Iterator[str]:
+    """The whole page."""
+    for name, text in _head(report, now):
+        yield f"{name:<10} {text}"
+    if report.steps:
+        yield ""
+    width = max((len(cell(step.row.actor)) for step in report.steps), default=0)
+    for step in report.steps:
+        yield f"{step.row.sequence:>4}  {cell(step.row.actor):<{width}}  {_standing(step, now)}"
+        yield from (f"      {line}" for line in _details(report, step, now))
+    if report.events is not None:
+        yield ""
+        yield from _events(report)
+
+
+def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
+    yield "run", cell(report.id)
+    yield "workflow", cell(report.workflow) + (f" (version {cell(report.version)})" if report.version else "")
+    yield "status", report.status + (f", to end as {report.ends_as}" if report.status == "rolling_back" else "")
+    yield "created", f"{moment(report.created_at)} ({relative(report.created_at, now)})"
+    if report.ended_at is not None:
+        yield "ended", f"{moment(report.ended_at)} (took {duration(report.ended_at - report.created_at)})"
+    if report.expires_at is not None:
+        yield "deadline", f"{moment(report.expires_at)} ({relative(report.expires_at, now)})"
+    if report.tags:
+        yield (
+            "tags",
+            " ".join(f"{cell(name)}={cell(value)}" if value is not None else cell(name) for name, value in report.tags.items()),
+        )
+    if report.args is not None:
+        yield "arguments", cut(cell(report.args), WIDTH)
+    if report.result is not None:
+        yield "result", cut(cell(report.result), WIDTH)
+    if report.reason:
+        yield "reason", cut(cell(report.reason), WIDTH)
+    if report.error is not None:
+        yield "error", error_line(report.error)
+    if report.rollback != "none":
+        yield "rollback", _ROLLBACK.get(report.rollback, report.rollback)
+    if report.rollback_error is not None:
+        yield "", error_line(report.rollback_error)
+    if report.hold_error is not None:
+        yield "held", error_line(report.hold_error)
+        due = (
+            f"{moment(report.hold_until)} ({relative(report.hold_until, now)})"
+            if report.hold_until is not None
+            else "by a kick"
+        )
+        yield "", f"held {times(report.hold_count, 'time', 'times')}; a sweep drives it again at {due}"
+    elif report.unseen_wakes and report.ended_at is None:
+        new = report.status == "pending"
+        yield (
+            "waits for",
+            "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen",
+        )
+    if report.repair_attempts:
+        yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
+
+
+def _standing(report: StepReport | CompensationReport, now: int) -> str:
+    """Where a step or an undo is, in one line."""
+    row, of = report.row, report.tries_in_all
+    upcoming = report.next_try
+    status = row.status.replace("_", " ")
+    if upcoming is not None and row.status == "failed":
+        when = f" at {moment(upcoming.at)} ({relative(upcoming.at, now)})" if upcoming.at is not None else ""
+        return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
+    if upcoming is not None:
+        held = upcoming.at is not None and upcoming.at > now
+        when = (
+            f"not before {moment(upcoming.at)} ({relative(upcoming.at or 0, now)})" if held else "as soon as a worker takes it"
+        )
+        again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
+        return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
+    if row.status == "running" and row.started_at is not None:
+        return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
+    if row.status == "failed":
+        return f"{status} for good after {times(row.tries, 'try', 'tries')}{_ended(row)}"
+    if row.status == "completed":
+        extra = f" after {times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
+        return f"{status}{extra}{_ended(row)}"
+    doubt = ", and may have been at work" if row.attempts > row.tries else ""
+    return f"{status}{_ended(row)}{doubt}"
+
+
+def _try(number: int, of: int | None) -> str:
+    return f"try {number}" + (f" of {of}" if of is not None else "")
+
+
+def _ended(row: Any) -> str:
+    if row.ended_at is None:
+        return ""
+    took = (
+        f", took {duration(row.ended_at - row.started_at)}" if row.started_at is not None and row.status != "cancelled" else ""
+    )
+    return f" at {moment(row.ended_at)}{took}"
+
+
+def _reclaim(row: Any, now: int) -> str:
+    if row.reclaim_stale_at is None:
+        return "and nothing will ever reclaim it (reclaim is off for it)"
+    if row.reclaim_stale_at <= now:
+        return f"may be claimed again since {moment(row.reclaim_stale_at)}"
+    return f"may be claimed again at {moment(row.reclaim_stale_at)} ({relative(row.reclaim_stale_at, now)})"
+
+
+def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
+    row = step.row
+    if row.error is not None and row.status != "completed":
+        yield error_line(row.error)
+    if row.status == "running" and row.worker_id:
+        yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
+    result = report.payload(row.stored_result)
+    if result is not None and result != "null":
+        yield f"result {cut(cell(result), WIDTH)}"
+    compensation = step.compensation
+    if compensation is not None:
+        undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
+        yield f"undo by {cell(compensation.row.actor)}{undo}: {_standing(compensation, now)}"
+        if compensation.row.error is not None and compensation.row.status != "completed":
+            yield f"  {error_line(compensation.row.error)}"
+        if compensation.row.status == "running" and compensation.row.worker_id:
+            yield f"  worker {cell(compensation.row.worker_id)}, claim {compensation.row.attempts}"
+    elif step.undo is not None and report.ended_at is None:
+        yield f"would be undone by {cell(step.undo)}"
+    elif step.undo is not None and row.status == "completed" and report.status != "completed":
+        yield f"not undone: {cell(step.undo)} was never sent"
+
+
+def _events(report: RunReport) -> list[str]:
+    rows = [
+        (moment(event.at), event.type, event.sequence if event.sequence is not None else "", cell(event.name),
+         event.attempt if event.attempt is not None else "", cut(cell(event.detail), WIDTH))
+        for event in report.events or []
+    ]  # fmt: skip
+    return table(("at", "event", "step", "name", "claim", "detail"), rows)

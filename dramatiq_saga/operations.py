@@ -1,0 +1,376 @@
+"""Every action of an operator, once: what the command line calls, and what a web page would call.
+
+An :class:`Operator` stands on an application's broker, or on a database alone, which is enough to look. Its methods return
+reports or raise; they print nothing and decide nothing that the engine does not decide. What cannot be done is refused with
+:class:`RefusedError` or an error of the engine's, whose text says why and what would help.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from dramatiq.middleware import Retries
+
+from .brokers import dead_letters
+from .brokers.database import DatabaseBroker
+from .brokers.dead_letters import DeadLetter, QueueStats
+from .errors import FlowNotFoundError, SagaError
+from .handle import FlowHandle
+from .middleware import middleware_of
+from .query import FlowQuery, read_conditions
+from .recovery.kick import KickReport, kick
+from .recovery.sweep import SweepReport, sweep
+from .reports import RunReport, StepReport, read_run
+from .settings import Settings
+from .statuses import FlowStatus
+from .step import OPTION
+from .store.connections import file_of
+from .store.database import Store, open_store
+from .store.sql import SQLITE
+from .workflow import workflows_of
+
+if TYPE_CHECKING:
+    from dramatiq import Broker
+
+    from .engine.core import Engine, Sender
+    from .store.database import Tx
+
+_LISTED = ("workflow", "status", "rollback", "started_at", "ended_at", "hold_until", "reason")
+_EXISTS = "SELECT 1 FROM {flow_runs} WHERE id = ?"
+_BY_MESSAGE = "SELECT id FROM {messages} WHERE state = 3 AND message_id = ?"
+
+
+class RefusedError(SagaError):
+    """What an operator asked for was not done; the text says why, and what would help. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """A run in a list. Times are milliseconds UTC; ``hold_until`` is set where the run is held (HISTORY-1)."""
+
+    id: str
+    created_at: int
+    workflow: str
+    status: str
+    rollback: str
+    started_at: int | None
+    ended_at: int | None
+    hold_until: int | None
+    reason: str | None
+    tags: dict[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The answer to a cancel.
+
+    ``changed`` is false where the run already was cancelled or rolling back. ``stands`` is the work that is left as it is,
+    that of steps that were running included; ``undone`` is what the rollback undoes.
+    """
+
+    run_id: str
+    status: str
+    rollback: str
+    changed: bool
+    stands: tuple[StepReport, ...] = ()
+    undone: tuple[StepReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A run that was started, or found: ``started`` is false where a run with this id was there already."""
+
+    run_id: str
+    workflow: str
+    started: bool
+
+
+class Operator:
+    """An operator's actions on one application, or on one database.
+
+    Use :meth:`on_broker` or :meth:`on_database`. Every method but ``init`` raises SchemaVersionError where the tables are missing
+    or of another version, and StoreError or DatabaseUnusableError where the database does not answer.
+    """
+
+    def __init__(self, store: Store, *, settings: Settings, broker: Broker | None = None) -> None:
+        self.store = store
+        self.settings = settings
+        self.broker = broker
+
+    @classmethod
+    def on_broker(cls, broker: Broker) -> Operator:
+        """On an application's broker: everything is possible.
+
+        Raises:
+          MiddlewareOrderError: the broker has no SagaMiddleware, or more than one.
+        """
+        middleware = middleware_of(broker)
+        return cls(middleware.engine(broker).store, settings=middleware.settings, broker=broker)
+
+    @classmethod
+    def on_database(cls, database: str | Path, *, settings: Settings | None = None) -> Operator:
+        """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself.
+
+        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown.
+        """
+        chosen = settings or Settings.from_env()
+        return cls(open_store(database, prefix=chosen.schema.table_prefix, auto_create=False), settings=chosen)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        if self.broker is not None:
+            self.broker.close()
+        self.store.close()
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def list_runs(
+        self,
+        *,
+        workflow: str | None = None,
+        status: Iterable[str] = (),
+        tags: Mapping[str, str] | None = None,
+        limit: int = 50,
+    ) -> list[RunLine]:
+        """The newest runs, narrowed. Raises ValueError for a status that there is not."""
+        self._require_tables()
+        conditions = read_conditions(workflow=workflow, status=list(status) or None, tags=tags or None, limit=limit)
+        rows = list(FlowQuery(cast("Broker", self.broker), **conditions).rows(self.store, _LISTED))
+        found = self.store.read(lambda tx: _tags_of(tx, [row[0] for row in rows]))
+        return [RunLine(*(*row, found.get(row[0], {}))) for row in rows]
+
+    def show_run(self, run_id: str, *, events: bool = False) -> RunReport:
+        """One run, whole. Raises FlowNotFoundError."""
+        self._require_tables()
+        report = self.store.read(
+            lambda tx: read_run(tx, run_id, history=self.settings.history, tries_of=self._tries_of, events=events)
+        )
+        if report is None:
+            raise FlowNotFoundError(run_id)
+        return report
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    def send(
+        self, workflow: str, *, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None, run_id: str | None = None
+    ) -> Sent:
+        """Start a run of a workflow that the application declares.
+
+        Raises:
+          RefusedError: it declares no such workflow.
+          TypeError: the arguments do not fit; NotSerializableError: they cannot be stored.
+          RunConflictError: the id is taken by another run.
+        """
+        declared = workflows_of(self._application("send"))
+        if workflow not in declared:
+            raise RefusedError(_unknown_workflow(workflow, declared))
+        self._require_tables()
+        there = run_id is not None and self.store.read(lambda tx: tx.one(_EXISTS, (run_id,))) is not None
+        handle = declared[workflow].send_with_options(args=tuple(args or ()), kwargs=kwargs or {}, run_id=run_id)
+        return Sent(handle.id, workflow, not there)
+
+    def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:
+        """A run, and its steps that have done their work or are at it: what a cancel would leave standing."""
+        report = self.show_run(run_id)
+        return report, [step for step in report.steps if step.row.status in ("completed", "running")]
+
+    def cancel(self, run_id: str, *, reason: str | None = None) -> Cancelled:
+        """End a run and leave its work as it is.
+
+        Raises:
+          RefusedError: it is rolling back, which a cancel never interrupts (COMP-9).
+          ConcurrentTransitionError: it has ended otherwise.
+        """
+        handle = self._handle(run_id, "cancel")
+        _, worked = self.worked(run_id)
+        answer = self._answer(run_id, worked, changed=handle.cancel(reason))
+        if not answer.changed and answer.status == FlowStatus.ROLLING_BACK:
+            raise RefusedError(
+                f"run {run_id} is rolling back, and a cancel never interrupts a rollback: its work is being undone"
+            )
+        return answer
+
+    def compensate(self, run_id: str, *, reason: str | None = None) -> Cancelled:
+        """Undo what a run has done, then end it.
+
+        Raises:
+          RefusedError: it was cancelled before without that.
+          ConcurrentTransitionError: it has ended otherwise.
+        """
+        handle = self._handle(run_id, "cancel")
+        _, worked = self.worked(run_id)
+        answer = self._answer(run_id, worked, changed=handle.compensate(reason))
+        if not answer.changed and answer.rollback == "none" and any(step.undo for step in answer.stands):
+            raise RefusedError(
+                f"run {run_id} was cancelled before without undoing anything, and a run that has ended is never rolled back: "
+                f"see `dramatiq-saga show {run_id}`, and undo by hand what has to be undone"
+            )
+        return answer
+
+    def _answer(self, run_id: str, worked: list[StepReport], *, changed: bool) -> Cancelled:
+        """What a cancel has led to. ``worked`` is from before it: what was running then is cancelled now, whatever it has done."""
+        report = self.show_run(run_id)
+        before = {step.row.sequence for step in worked}
+        stands = [
+            step for step in report.steps
+            if step.compensation is None and (step.row.status == "completed" or step.row.sequence in before)
+        ]  # fmt: skip
+        undone = [step for step in report.steps if step.compensation is not None]
+        return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone))
+
+    def kick(self, run_id: str) -> KickReport:
+        """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
+        engine, sender = self._engine("kick")
+        return kick(engine, run_id, sender)
+
+    def resume_rollback(self, run_id: str) -> None:
+        """Go on with a rollback that was halted: not part of this version."""
+        self._handle(run_id, "resume-rollback")
+        raise RefusedError(
+            f"resuming a halted rollback is not part of this version: see in `dramatiq-saga show {run_id}` what is not undone, "
+            "and undo it by hand"
+        )
+
+    # --- all runs ----------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> SweepReport:
+        """One sweep: monitor, then repair where it is enabled."""
+        return sweep(*self._engine("sweep"))
+
+    def init(self) -> list[str]:
+        """Create or migrate the tables; the names of what was applied. Safe to repeat, and from many processes at once."""
+        applied = self.store.migrate()
+        queue = self._queue_store()
+        if queue is not None and queue is not self.store:
+            applied += queue.migrate()
+        return applied
+
+    # --- queues ------------------------------------------------------------------------------------------------------
+
+    def queues(self) -> list[QueueStats]:
+        """How deep each queue of a database broker is. Raises RefusedError where queues live elsewhere."""
+        return self._queues().read(dead_letters.stats)
+
+    def dead_letters(self, queue: str | None = None, *, limit: int = 100) -> list[DeadLetter]:
+        """Messages that were given up, the newest first."""
+        return self._queues().read(lambda tx: dead_letters.newest(tx, queue, limit))
+
+    def requeue(self, message: str) -> DeadLetter:
+        """Send a dead letter again, its tries renewed; named by its number or by its message id.
+
+        Raises:
+          RefusedError: there is no such dead letter, or the message id names several.
+        """
+        store = self._queues()
+        number = int(message) if message.isdecimal() and len(message) < 19 else self._number_of(store, message)
+        letter = store.write(lambda tx: dead_letters.requeue(tx, number, store.clock.now()))
+        if letter is None:
+            raise RefusedError(f"there is no dead letter {message!r}: `dramatiq-saga queues` lists those that there are")
+        return letter
+
+    def purge(self, queue: str) -> int:
+        """Delete the dead letters of a queue; how many there were. Live messages stay."""
+        return self._queues().write(lambda tx: dead_letters.purge(tx, queue, None))
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _require_tables(self) -> None:
+        if self.broker is None:
+            _refuse_to_create(self.store)
+        self.store.prepare()
+
+    def _application(self, command: str) -> Broker:
+        if self.broker is None:
+            raise RefusedError(
+                f"{command} needs the application, not only its database: name the module that sets its broker (--app)"
+            )
+        return self.broker
+
+    def _engine(self, command: str) -> tuple[Engine, Sender]:
+        broker = self._application(command)
+        self._require_tables()
+        middleware = middleware_of(broker)
+        return middleware.engine(broker), middleware.sender(broker)
+
+    def _handle(self, run_id: str, command: str) -> FlowHandle[Any]:
+        broker = self._application(command)
+        return FlowHandle(run_id, self.show_run(run_id).workflow, middleware=middleware_of(broker), broker=broker)
+
+    def _queue_store(self) -> Store | None:
+        if self.broker is None:
+            return self.store
+        return self.broker.store if isinstance(self.broker, DatabaseBroker) else None
+
+    def _queues(self) -> Store:
+        store = self._queue_store()
+        if store is None:
+            raise RefusedError(f"the queues are kept by {type(self.broker).__name__}, not by the database: use its own tools")
+        if self.broker is None:
+            _refuse_to_create(store)
+        store.prepare()
+        return store
+
+    def _number_of(self, store: Store, message_id: str) -> int:
+        found = [row[0] for row in store.read(lambda tx: tx.all(_BY_MESSAGE, (message_id,)))]
+        if len(found) > 1:
+            numbers = ", ".join(str(number) for number in sorted(found))
+            raise RefusedError(
+                f"{len(found)} dead letters carry the message id {message_id}: name one by its number ({numbers})"
+            )
+        return found[0] if found else -1
+
+    def _tries_of(self, actor_name: str, options: dict[str, Any]) -> int | None:
+        """How many tries an actor has in all; ``None`` where that has no end, or is not known here."""
+        actor = self.broker.actors.get(actor_name) if self.broker is not None else None
+        if self.broker is None or actor is None:
+            limit = options.get("max_retries")
+            return None if limit is None else limit + 1
+        retries = next((one for one in self.broker.middleware if isinstance(one, Retries)), None)
+        if retries is None:
+            return 1
+        if actor.options.get("retry_when", retries.retry_when) is not None:
+            return None
+        limit = options.get("max_retries", actor.options.get("max_retries", retries.max_retries))
+        return None if limit is None else limit + 1
+
+
+def run_of(letter: DeadLetter) -> str | None:
+    """The run that a dead letter belongs to, where it is one of ours."""
+    message = letter.message
+    facts = message.options.get(OPTION) if message is not None else None
+    run = facts.get("run") if isinstance(facts, dict) else None
+    return run if isinstance(run, str) else None
+
+
+def _refuse_to_create(store: Store) -> None:
+    """Looking at a database creates nothing: on SQLite, opening a missing file would."""
+    path = file_of(store.database) if store.dialect == SQLITE else None
+    if path is not None and not Path(path).exists():
+        raise RefusedError(f"there is no file {path}: check the address of the database, or create it with `init`")
+
+
+def _tags_of(tx: Tx, run_ids: list[str]) -> dict[str, dict[str, str | None]]:
+    found: dict[str, dict[str, str | None]] = {}
+    for start in range(0, len(run_ids), 100):
+        part = run_ids[start : start + 100]
+        markers = ", ".join("?" * len(part))
+        for run_id, name, value in tx.all(
+            f"SELECT run_id, name, value FROM {{tags}} WHERE run_id IN ({markers}) ORDER BY name", part
+        ):
+            found.setdefault(run_id, {})[name] = value
+    return found
+
+
+def _unknown_workflow(name: str, declared: Mapping[str, Any]) -> str:
+    if not declared:
+        return f"no workflow named {name!r}: the application declares none; does its module (--app) import those that do?"
+    close = difflib.get_close_matches(name, declared, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"it declares {', '.join(sorted(declared))}"
+    return f"no workflow named {name!r} is declared by the application: {hint}"
+
+
+__all__ = ["Cancelled", "Operator", "RefusedError", "RunLine", "Sent", "run_of"]

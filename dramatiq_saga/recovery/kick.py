@@ -1,0 +1,176 @@
+"""The kick: an operator has one run driven again, and its messages sent once more, whatever the doctor has spent (KICK-1).
+
+One transaction refills the budgets of the run and of its unfinished rows, raises the run's wake count and writes, or notes, the
+messages; so the kick itself cannot be lost: what it asked for and what did not go out is the doctor's again. It never makes a
+``running`` row claimable: without a passed reclaim deadline that row is left to its worker, and the report says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..engine import notify
+from ..engine.rows import Outgoing
+from ..errors import FlowNotFoundError
+from ..journal import history
+from .rows import COMPENSATION, LEVEL_RUNS, STEP, WANTED, Row, read, select
+
+if TYPE_CHECKING:
+    from ..engine.core import Engine, Sender
+    from ..store.database import Tx
+
+_RUN = "SELECT workflow, queue, priority, status, rollback, revision, wakes FROM {flow_runs} WHERE id = ?{for_update}"
+_REFILL_RUN = (
+    "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
+    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+_REFILL_ROLLBACK = (
+    "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, revision = revision + 1 "
+    "WHERE id = ? AND revision = ? AND rollback = 'running'"
+)
+_UNFINISHED = "r.ended_at IS NULL"
+_ROWS = {
+    STEP: select(STEP, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[STEP]}", order="r.sequence"),
+    COMPENSATION: select(
+        COMPENSATION, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS}", order="r.sequence DESC"
+    ),
+}
+_REFILL = "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
+_REFILL_STEPS = _REFILL % "action_runs"
+_REFILL_COMPENSATIONS = _REFILL % "compensation_runs"
+_READ_BACK = "SELECT status, revision, wakes, repair_attempts FROM {flow_runs} WHERE id = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class KickedRow:
+    """A step or compensation of a kicked run; ``left`` says why it was sent no message, ``None`` where it was."""
+
+    kind: str
+    sequence: int
+    actor: str
+    status: str
+    left: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KickReport:
+    """What a kick did, exactly.
+
+    ``driven``: a drive message was sent. ``rows``: what the run is parked on. ``committed`` is false where the database took
+    the refill and then lost it (CLAIM-3): nothing was sent, and the anomaly journal says ``claim_not_committed``.
+    """
+
+    run_id: str
+    workflow: str
+    status: str
+    rollback: str
+    driven: bool
+    rows: tuple[KickedRow, ...] = ()
+    committed: bool = True
+
+    @property
+    def sent(self) -> tuple[KickedRow, ...]:
+        """The rows that were sent a message."""
+        return tuple(row for row in self.rows if row.left is None)
+
+    @property
+    def left(self) -> tuple[KickedRow, ...]:
+        """The rows that were not."""
+        return tuple(row for row in self.rows if row.left is not None)
+
+
+def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
+    """Drive a run again, refill its repair budget and that of its unfinished rows, and send what it is parked on (KICK-1).
+
+    A run that has ended is left as it is, and the report says so.
+
+    Raises:
+      FlowNotFoundError: there is no such run.
+    """
+    while True:
+        found = engine.store.read(lambda tx: _look(tx, run_id))
+        if found is None:
+            raise FlowNotFoundError(run_id)
+        run, rows = found
+        workflow, _, _, status, rollback, _, _ = run
+        if status not in ("pending", "running", "waiting") and rollback != "running":
+            return KickReport(run_id, workflow, status, rollback, driven=False)
+        now = engine.now()
+        parked = [(row, _left(row, now)) for row in rows]
+        report = KickReport(
+            run_id, workflow, status, rollback, driven=True,
+            rows=tuple(KickedRow(row.kind, row.sequence, row.actor, row.status, left) for row, left in parked),
+        )  # fmt: skip
+        landed = _kick(engine, sender, report, run=run, rows=[row for row, left in parked if left is None])
+        if landed is not None:
+            return landed
+
+
+def _look(tx: Tx, run_id: str) -> tuple[tuple[Any, ...], list[Row]] | None:
+    run = tx.one(_RUN.replace("{for_update}", ""), (run_id,))
+    if run is None:
+        return None
+    return run, [row for kind in (STEP, COMPENSATION) for row in read(tx, kind, sql=_ROWS[kind], params=(run_id,))]
+
+
+def _left(row: Row, now: int) -> str | None:
+    """Why this row is sent nothing."""
+    if row.status == "running":
+        if row.reclaim_stale_at is None:
+            return "it is running, and nothing says when its worker may be given up (reclaim is off for it)"
+        if row.reclaim_stale_at > now:
+            return "it is running, and its reclaim deadline has not passed"
+    if row.status == "pending" and row.not_before is not None and row.not_before > now:
+        return "the step that it undoes may still be at work; its message is due when that cannot be any more"
+    if row.status == "awaiting_retry":
+        return "it waits for a signal to be tried again"
+    return None
+
+
+def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any, ...], rows: list[Row]) -> KickReport | None:
+    """Write it and send it; ``None`` where the run has moved on since it was read: look again.
+
+    A row may have moved on alone, claimed by a message that was not lost: ours then loses its claim and changes nothing.
+    """
+    workflow, queue, priority, status, rollback, revision, wakes = run
+    run_id, now = report.run_id, engine.now()
+    outbox = sender.outbox(None)
+    outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority), *(row.message() for row in rows)])
+    lines = [history.Line(history.FLOW_REDRIVEN, name=workflow, detail="kicked"), *(row.line("kicked") for row in rows)]
+
+    def operation(tx: Tx) -> bool:
+        if tx.dialect != "sqlite":
+            tx.one(_RUN, (run_id,))  # DRIVE-7: the run's row first
+        if rollback == "running":
+            landed = tx.run(_REFILL_ROLLBACK, (run_id, revision))
+        else:
+            landed = tx.run(_REFILL_RUN, (now, run_id, revision, wakes))
+        if not landed:
+            return False
+        tx.run(_REFILL_STEPS, (run_id,))
+        tx.run(_REFILL_COMPENSATIONS, (run_id,))
+        engine.record(tx, run_id, now, lines)
+        outbox.stage(tx)
+        return True
+
+    engine.cache.drop(run_id)
+    if not engine.store.write(operation):
+        return None
+    if not engine.store.commit_is_proof and not _is_there(engine, report, revision=revision, wakes=wakes):
+        return KickReport(run_id, workflow, status, rollback, driven=False, committed=False)
+    outbox.delivered()
+    notify.changes(engine, run_id, workflow, now, lines)
+    return report
+
+
+def _is_there(engine: Engine, report: KickReport, *, revision: int, wakes: int) -> bool:
+    """Whether the refill is still there after its transaction has closed (CLAIM-3)."""
+    row = engine.store.read(lambda tx: tx.one(_READ_BACK, (report.run_id,)))
+    if row is not None and (row[1], row[2]) != (revision, wakes):
+        return True
+    engine.anomalies.claim_not_committed(
+        run_id=report.run_id, workflow=report.workflow, status=None if row is None else row[0],
+        repair_attempts=None if row is None else row[3],
+    )  # fmt: skip
+    return False

@@ -1,0 +1,115 @@
+"""One sweep: the monitor, then the doctor if it is on; what cron runs, and any number of them at once (LOOP-1).
+
+A sweep reads live rows only, each pass at most a batch, so its cost does not grow with history. It ends for nothing but a store
+that refuses (StoreError). Where repair is off it changes nothing and says how much is waiting for it; either way it counts the
+``running`` rows that nothing will ever reclaim (RECLAIM-4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..store.models import LIVE
+from . import doctor
+from .monitor import MonitorReport, monitor
+from .rows import COMPENSATION, STEP, TABLES, WANTED
+
+if TYPE_CHECKING:
+    from ..engine.core import Engine, Sender
+    from ..store.database import Tx
+
+#: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
+LONG_RUNNING_MS = 3_600_000
+
+# Its first term is the predicate of the indexes of live rows.
+_NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What one sweep did, and what it leaves.
+
+    ``repair`` is ``None`` where it is off; ``unrepaired`` then holds what each of its rules would have treated.
+    ``never_reclaimed`` counts the rows of RECLAIM-4.
+    """
+
+    monitor: MonitorReport
+    repair: doctor.RepairReport | None
+    unrepaired: dict[str, int] = field(default_factory=dict)
+    never_reclaimed: int = 0
+
+    def line(self) -> str:
+        """The sweep in one line, for people and for the log of cron."""
+        parts = [_monitored(self.monitor), _repaired(self.repair) if self.repair is not None else self._left()]
+        if self.never_reclaimed:
+            parts.append(f"{_count(self.never_reclaimed, 'row')} running for over an hour that nothing will ever reclaim")
+        return "; ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, for machines."""
+        return {
+            "monitor": asdict(self.monitor),
+            "repair": None if self.repair is None else asdict(self.repair),
+            "unrepaired": self.unrepaired,
+            "never_reclaimed": self.never_reclaimed,
+        }
+
+    def _left(self) -> str:
+        waiting = [
+            f"{self.unrepaired[name]} {what}"
+            for name, what in (("R1", "without a message"), ("R2", "not driven"), ("R3", "past the reclaim deadline"))
+            if self.unrepaired.get(name)
+        ]
+        left = f"nothing will pick up what is lost: {', '.join(waiting)}" if waiting else "nothing seems lost"
+        return f"repair is off (repair.enabled): {left}"
+
+
+def sweep(engine: Engine, sender: Sender) -> SweepReport:
+    """Monitor, then repair if it is enabled. Raises StoreError where the store refuses; cron's next sweep goes on from there."""
+    monitored = monitor(engine, sender)
+    if engine.settings.repair.enabled:
+        repaired, left = doctor.repair(engine, sender), {}
+    else:
+        repaired, left = None, doctor.candidates(engine)
+    return SweepReport(monitored, repaired, left, never_reclaimed(engine))
+
+
+def never_reclaimed(engine: Engine) -> int:
+    """``running`` rows older than an hour that have no reclaim deadline (RECLAIM-4): they wait for a human."""
+    horizon = engine.now() - LONG_RUNNING_MS
+    statements = [
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {_NEVER_RECLAIMED} AND {WANTED[kind]}"
+        for kind in (STEP, COMPENSATION)
+    ]
+
+    def count(tx: Tx) -> int:
+        return sum(row[0] for sql in statements for row in tx.all(sql, (horizon,)))
+
+    return engine.store.read(count)
+
+
+def _monitored(report: MonitorReport) -> str:
+    parts = _parts(
+        (report.resumed, "resumed"), (report.held_again, "held again"), (report.sent, "sent to a worker"),
+        (report.skipped, "skipped"), (report.unsent, "not taken by the broker"), (report.errors, "failed (see the log)"),
+    )  # fmt: skip
+    return f"held runs: {parts}" if parts else "no held run was due"
+
+
+def _repaired(report: doctor.RepairReport) -> str:
+    parts = _parts(
+        (report.steps, "sent again (steps)"), (report.compensations, "sent again (compensations)"), (report.runs, "driven (runs)"),
+        (report.reclaims, "sent to be reclaimed"), (report.unknown_actors, "failed for an unknown actor"),
+        (report.skipped, "skipped"), (report.unsent, "not taken by the broker"), (report.errors, "failed (see the log)"),
+        (report.spent, "out of repairs: kick them"),
+    )  # fmt: skip
+    return f"repair: {parts or 'nothing was lost'}"
+
+
+def _parts(*counts: tuple[int, str]) -> str:
+    return ", ".join(f"{count} {what}" for count, what in counts if count)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,216 @@
+"""A run as an operator sees it: one read, plain values, nothing that has to be looked up afterwards.
+
+Built for the command line and for a web page alike, so it neither formats nor colours; the one rule that it applies is SAFE-2:
+payloads appear as previews, and only where ``history.store_payloads`` allows it. It never writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .clock import to_iso
+from .codec import load_error, preview
+from .views import ActionView, CompensationView, EventView
+
+if TYPE_CHECKING:
+    from .settings import History
+    from .store.database import Tx
+
+_RUN_COLUMNS = (
+    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
+    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "repair_attempts", "created_at", "started_at",
+    "ended_at",
+)  # fmt: skip
+_RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
+_STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts")
+_STEPS = f"SELECT {', '.join((*ActionView.COLUMNS, *_STEP_EXTRAS))} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
+_COMPENSATIONS = (
+    f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts'))} FROM {{compensation_runs}} "
+    "WHERE run_id = ? ORDER BY level, sequence DESC"
+)
+_EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
+_TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
+
+#: What a step whose compensation is built from its result is undone by, until that is known.
+FROM_RESULT = "a message built from its result"
+
+
+@dataclass(frozen=True, slots=True)
+class NextTry:
+    """The try that comes next: the first is 1. ``of`` is how many there are in all, as far as that is known here.
+
+    ``at`` is when it is due; ``None`` where only a free worker is waited for.
+    """
+
+    number: int
+    of: int | None
+    at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompensationReport:
+    """The undoing of a step."""
+
+    row: CompensationView
+    tries_in_all: int | None
+    repair_attempts: int
+
+    @property
+    def next_try(self) -> NextTry | None:
+        """See :class:`NextTry`; ``None`` where none is to come."""
+        return _next_try(self.row, self.tries_in_all, self.row.not_before)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step, with what undoes it. ``tries_in_all`` is ``None`` where this process does not know its actor, or it has no end."""
+
+    row: ActionView
+    tries_in_all: int | None
+    repair_attempts: int
+    undo: str | None
+    compensation: CompensationReport | None
+
+    @property
+    def next_try(self) -> NextTry | None:
+        """See :class:`NextTry`; ``None`` where none is to come (NATIVE-6)."""
+        return _next_try(self.row, self.tries_in_all, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A run, its steps and their compensations, its tags and, if asked for, its history."""
+
+    id: str
+    workflow: str
+    version: str | None
+    queue: str
+    status: str
+    rollback: str
+    ends_as: str | None
+    args: str | None
+    result: str | None
+    error: dict[str, Any] | None
+    rollback_error: dict[str, Any] | None
+    reason: str | None
+    hold_error: dict[str, Any] | None
+    hold_count: int
+    hold_until: int | None
+    unseen_wakes: int
+    expires_at: int | None
+    repair_attempts: int
+    created_at: int
+    started_at: int | None
+    ended_at: int | None
+    tags: dict[str, str | None]
+    steps: list[StepReport]
+    events: list[EventView] | None
+    payload_limit: int | None  # None: payloads are not to be shown
+
+    def payload(self, data: bytes | None) -> str | None:
+        """A stored value as it may be shown (SAFE-2)."""
+        return None if data is None or self.payload_limit is None else preview(data, self.payload_limit)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for machines: times are ISO 8601 in UTC, payloads are previews of what is stored."""
+        known: dict[str, Any] = {"run_id": self.id} | {
+            name: getattr(self, name)
+            for name in (
+                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
+                "reason", "hold_error", "hold_count", "unseen_wakes", "repair_attempts", "tags",
+            )
+        }  # fmt: skip
+        for name in ("hold_until", "expires_at", "created_at", "started_at", "ended_at"):
+            known[name] = to_iso(getattr(self, name))
+        known["steps"] = [self._step(step) for step in self.steps]
+        if self.events is not None:
+            known["events"] = [
+                {
+                    "at": to_iso(event.at), "type": event.type, "sequence": event.sequence, "name": event.name,
+                    "attempt": event.attempt, "detail": event.detail,
+                }
+                for event in self.events
+            ]  # fmt: skip
+        return known
+
+    def _step(self, step: StepReport) -> dict[str, Any]:
+        row = step.row
+        compensation = step.compensation
+        return {
+            **_common(row, step),
+            "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
+            "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
+            "compensation": None if compensation is None else {
+                **_common(compensation.row, compensation),
+                "level": compensation.row.level, "undoes": compensation.row.undoes, "policy": compensation.row.policy,
+                "not_before": to_iso(compensation.row.not_before), "args": self.payload(compensation.row.stored_args),
+            },
+        }  # fmt: skip
+
+
+def _common(row: ActionView | CompensationView, report: StepReport | CompensationReport) -> dict[str, Any]:
+    """What steps and compensations have in common, as plain values."""
+    upcoming = report.next_try
+    return {
+        "sequence": row.sequence, "actor": row.actor, "queue": row.queue, "status": row.status, "given_up": bool(row.given_up),
+        "attempts": row.attempts, "tries": row.tries, "tries_in_all": report.tries_in_all,
+        "next_try": None if upcoming is None else {"number": upcoming.number, "of": upcoming.of, "at": to_iso(upcoming.at)},
+        "worker": row.worker_id, "reclaim_at": to_iso(row.reclaim_stale_at), "repair_attempts": report.repair_attempts,
+        "error": row.error, "created_at": to_iso(row.created_at), "started_at": to_iso(row.started_at), "ended_at": to_iso(row.ended_at),
+    }  # fmt: skip
+
+
+def _next_try(row: ActionView | CompensationView, of: int | None, not_before: int | None) -> NextTry | None:
+    if row.status == "pending":
+        return NextTry(row.tries + 1, of, not_before)
+    if row.status == "failed" and not row.given_up:
+        return NextTry(row.tries + 1, of, row.next_try_at)
+    return None
+
+
+def read_run(
+    tx: Tx, run_id: str, *, history: History, tries_of: Callable[[str, dict[str, Any]], int | None], events: bool = False
+) -> RunReport | None:
+    """A run's report from one snapshot; ``None`` where there is no such run.
+
+    ``tries_of`` tells how many tries an actor has in all, given the options that its message carries.
+    """
+    run = tx.one(_RUN, (run_id,))
+    if run is None:
+        return None
+    facts = dict(zip(_RUN_COLUMNS, run, strict=True))
+    limit = history.max_payload_preview_length if history.store_payloads else None
+    for name in ("args", "result"):
+        data = facts[name]
+        facts[name] = None if data is None or limit is None else preview(bytes(data), limit)
+    for name in ("error", "rollback_error", "hold_error"):
+        facts[name] = load_error(facts[name]) if facts[name] else None
+    facts["unseen_wakes"] = facts.pop("wakes") - facts.pop("wakes_seen")
+
+    undone: dict[int, CompensationReport] = {}
+    for row in tx.all(_COMPENSATIONS, (run_id,)):
+        *columns, options, repairs = row
+        view = CompensationView(*_plain(columns))
+        undone[view.sequence] = CompensationReport(view, tries_of(view.actor, _options(options)), repairs)
+    steps = []
+    for row in tx.all(_STEPS, (run_id,)):
+        *columns, options, comp_actor, from_result, repairs = row
+        step = ActionView(*_plain(columns))
+        undo = comp_actor or (FROM_RESULT if from_result else None)
+        steps.append(StepReport(step, tries_of(step.actor, _options(options)), repairs, undo, undone.get(step.sequence)))
+    return RunReport(
+        **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
+        events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
+    )  # fmt: skip
+
+
+def _plain(columns: list[Any]) -> list[Any]:
+    """Drivers give payloads as ``memoryview`` or ``bytearray`` now and then."""
+    return [bytes(value) if isinstance(value, (memoryview, bytearray)) else value for value in columns]
+
+
+def _options(text: str | None) -> dict[str, Any]:
+    return json.loads(text) if text else {}

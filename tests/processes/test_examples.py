@@ -1,0 +1,115 @@
+"""The examples run as they say, from a copy of their folder, so that their databases are new."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT, Page
+from tests.support.processes import WorkerProcess
+
+NAMES = sorted(path.name for path in (ROOT / "examples").iterdir() if (path / "__init__.py").is_file())
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "*.db*"))
+    return tmp_path
+
+
+def run(copy: Path, name: str, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """``python -m examples.NAME``; what it prints."""
+    return python(copy, "-m", f"examples.{name}", *arguments, env=env)
+
+
+def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT)]), **(env or {})},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    """A new folder needs a test here, or in a module of its own."""
+    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "retries", "two_machines"]
+
+
+def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
+    (block,) = [block for block in Page(ROOT / "README.md").blocks if block.file_name == "shop.py"]
+    assert block.code == (ROOT / "examples" / "checkout" / "shop.py").read_text(encoding="utf-8")
+
+
+def test_checkout_completes_one_order_and_undoes_the_other(copy: Path) -> None:
+    """COMP-1, SYNC-1."""
+    output = run(copy, "checkout").splitlines()
+    assert "completed: {'charge': 'charge-for-order-42'}" in output
+    assert (
+        output[-1]
+        == "undone, in this order: [('release_stock', 'order-to-nowhere'), ('refund_card', 'charge-for-order-to-nowhere')]"
+    )
+
+
+def test_retries_are_spent_as_each_actor_says(copy: Path) -> None:
+    """NATIVE-1."""
+    assert run(copy, "retries").splitlines() == [
+        "invoice for teapot, on credit, to be fetched (the printer is on fire)",
+        "step 1 fetch_price: completed, attempts: 3",
+        "step 2 charge_card: failed, attempts: 1",
+        "step 3 wait_for_invoice: completed, attempts: 2",
+        "step 4 post_invoice: failed, attempts: 2",
+    ]
+
+
+def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(copy: Path) -> None:
+    """COMP-1, COMP-4, COMP-5, COMP-7."""
+    assert run(copy, "compensations").splitlines() == [
+        "asking for a seat as 3:0",
+        "releasing the seat asked for as 3:0, which failed",
+        "cancelled hotel-Riga with pin 1234",
+        "failed, rollback done",
+        "undo of step 3 (release_seat): completed",
+        "undo of step 2 (call_greeting_back): failed: a postcard cannot be called back",
+        "undo of step 1 (cancel_hotel): completed",
+    ]
+
+
+def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
+    """HOST-1, C08."""
+    assert run(copy, "host_transaction").splitlines() == [
+        "refused: we have no unicorns",
+        "1 order, 1 run",
+        "teapot: shipped",
+    ]
+
+
+def test_two_machines_share_redis_and_postgresql(
+    copy: Path, postgres_url: str, redis_url: str, table_prefix: str, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    """DRIVE-3 with a foreign broker: two worker commands, as on two machines."""
+    env = {
+        "SHOP_REDIS": redis_url,
+        "SHOP_DATABASE": postgres_url,
+        "DRAMATIQ_SAGA__SCHEMA__TABLE_PREFIX": table_prefix,
+    }
+    command = ("-m", "dramatiq_saga.cli", "--app", "examples.two_machines.app")
+    python(copy, *command, "init", env=env)
+    for _ in range(2):
+        worker_process("examples.two_machines.app", env=env, cwd=copy, ready=False)
+    output = run(copy, "two_machines", "order-42", "order-to-nowhere", env=env).splitlines()
+    assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
+    assert output[1].endswith("no such address; undone by ['refund_card']")
+    assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"

@@ -17,6 +17,7 @@ from .clock import moment_to_ms
 from .handle import FlowHandle
 from .middleware import middleware_of
 from .statuses import FlowStatus
+from .store.models import narrowed
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -98,6 +99,9 @@ class FlowQuery:
             params.append(self.workflow)
         if self.status:
             clauses.append(f"r.status IN ({', '.join('?' * len(self.status))})")
+            index = narrowed(self.status)
+            if index is not None:  # what the index of such runs says of them: the list then costs as much as it shows
+                clauses.append(index)
             params.extend(self.status)
         for name, value in self.tags:
             match = "t.value IS NULL" if value is None else "t.value = ?"

@@ -316,7 +316,8 @@ def _from_text(text: str) -> Database:
     from playhouse import db_url
 
     if scheme == "sqlite":
-        return new_sqlite(str(db_url.parse(text, unquote_password=True, unquote_user=True)["database"]))
+        options = db_url.parse(text)
+        return new_sqlite(str(options.pop("database")), **options)
     try:
         return cast("Database", db_url.connect(text, unquote_password=True, unquote_user=True))
     except (RuntimeError, ValueError) as exc:

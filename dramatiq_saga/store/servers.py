@@ -23,7 +23,7 @@ from typing import Any
 import peewee
 from peewee import Database
 
-from ..errors import DatabaseUnusableError, StoreError, WriteRefusedError, WriteUnknownError
+from ..errors import StoreError, WriteRefusedError, WriteUnknownError
 from .peewee_internals import commit_callbacks, destroy, driver_errors, is_in_transaction, is_pooled, keep_inherited
 from .server_errors import Fate, SilentRollback, answers_commit, fate_of
 from .sql import MYSQL, POSTGRESQL, Statements
@@ -186,10 +186,6 @@ class _ServerThread(Thread):
 
     def _refusal(self, ticket: Ticket[Any], phase: str, fate: Fate, error: BaseException) -> BaseException:
         """The error for an operation that is certain not to have happened."""
-        if isinstance(error, peewee.ImproperlyConfigured):
-            unusable = DatabaseUnusableError(f"{error} Install dramatiq-saga[postgres] or dramatiq-saga[mysql]")
-            unusable.__cause__ = error
-            return unusable
         if fate is Fate.OTHER:
             return error  # the operation's own, a statement's of it, or a check's of the schema
         what = "the database refused the read" if ticket.read else "the database refused the write"

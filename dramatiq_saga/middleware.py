@@ -295,7 +295,8 @@ class SagaMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        if not isinstance(exception, Interrupt) or OPTION not in message.options:
+        interrupt = _interrupt_behind(exception)
+        if interrupt is None or OPTION not in message.options:
             return
         # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
         local = self._local
@@ -303,7 +304,7 @@ class SagaMiddleware(Middleware):
             local.delivery = Delivery(message)
         delivery, local.pending = local.delivery, None
         if delivery.job is not None and delivery.state in ("new", "claimed"):
-            self.runner(broker).resume(delivery, exception)
+            self.runner(broker).resume(delivery, interrupt)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
@@ -403,6 +404,13 @@ class SagaMiddleware(Middleware):
                 )
                 self.runner(broker).stopping.wait(delay)
                 delay = min(delay * 2, 5.0)
+
+
+def _interrupt_behind(exception: BaseException | None) -> Interrupt | None:
+    """The interrupt that an exception is, or that it hides: Dramatiq's call of an actor has a ``finally`` that can fail."""
+    while exception is not None and not isinstance(exception, Interrupt):
+        exception = exception.__context__
+    return exception
 
 
 class BootRefusedError(SagaError, MiddlewareError):

@@ -34,7 +34,10 @@ JOBS: dict[str, tuple[str, list[str]]] = {
     "races": ("races and killed processes", ["python -m pytest tests/races tests/processes"]),
     "typing": ("mypy, strict", ["python -m mypy"]),
     "lint": ("ruff: layout and rules", ["python -m ruff format --check .", "python -m ruff check ."]),
-    "docs": ("every example, link and command of the documentation", ["python -m pytest tests/test_docs.py"]),
+    "docs": (
+        "every example, link and command of the documentation",
+        ["python -m pytest tests/test_docs.py tests/processes/test_tutorial.py tests/processes/test_examples.py"],
+    ),
 }
 
 #: What a job's commands find in their environment: here nothing may be skipped for a server that is missing.

@@ -214,7 +214,7 @@ class ActionBuilder(Generic[R]):
             assert entry.value is not None
             return entry.value()  # type: ignore[no-any-return]
         if entry.status == "failed" and entry.given_up:
-            raise step_failed(entry.actor, entry.sequence, entry.error or "")
+            raise step_failed(entry.actor, entry.sequence, text=entry.error or "")
         if entry.status == "expired":
             raise StepExpiredError(entry.actor, entry.sequence)
         raise replay.suspend()

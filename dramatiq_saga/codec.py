@@ -233,7 +233,7 @@ def load_error(text: str) -> dict[str, Any]:
     return {**_NOTHING, "bases": [], **known}
 
 
-def step_failed(actor_name: str, sequence: int, text: str) -> StepFailedError:
+def step_failed(actor_name: str, sequence: int, *, text: str) -> StepFailedError:
     """The error that a workflow function sees for a step whose row holds ``text``; never needs the original class."""
     error = load_error(text)
     kind = StepInterruptedError if error["type"] == _INTERRUPTED else StepFailedError

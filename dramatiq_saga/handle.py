@@ -1,6 +1,7 @@
 """A run from outside: :class:`FlowHandle` and :func:`get_flow` (API: "FlowHandle").
 
-A handle holds an id and reads the rest afresh each time; it works in any process that has the broker, worker or not.
+A handle holds an id and reads the rest afresh each time; it works in any process that has the broker, worker or not. It never
+changes a run by itself: every call that does goes through a verb of the engine, whose conditional write says whether it landed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FlowHandle(Generic[R]):
       workflow_name: the workflow that it is a run of.
     """
 
-    def __init__(self, run_id: str, workflow_name: str, middleware: SagaMiddleware, broker: Broker) -> None:
+    def __init__(self, run_id: str, workflow_name: str, *, middleware: SagaMiddleware, broker: Broker) -> None:
         self.id = run_id
         self.workflow_name = workflow_name
         self._middleware = middleware
@@ -197,4 +198,4 @@ def get_flow(run_id: str, *, broker: Broker | None = None) -> FlowHandle[Any]:
     row = middleware.engine(chosen).store.read(lambda tx: tx.one(_STATUS, (run_id,)))
     if row is None:
         raise FlowNotFoundError(run_id)
-    return FlowHandle(run_id, row[2], middleware, chosen)
+    return FlowHandle(run_id, row[2], middleware=middleware, broker=chosen)

@@ -6,6 +6,8 @@ their options (NATIVE-5).
 
 Dramatiq swallows what hooks raise, unless it is a ``MiddlewareError``; so nothing that could lose work is left to an exception
 here: verbs that record something wait for the store instead (FENCE-3).
+
+Long because every hook that Dramatiq has is a way for a message to end, and they are read against each other.
 """
 
 from __future__ import annotations
@@ -54,14 +56,13 @@ from .flow import Flow
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
-from .store.database import Store, open_store
+from .store.database import Database, Store, open_store
 from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
     from dramatiq import Worker
     from dramatiq.broker import MessageProxy
     from dramatiq.worker import ConsumerThread, WorkerThread
-    from peewee import Database
 
     from .engine.core import Sender
 

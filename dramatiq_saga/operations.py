@@ -298,7 +298,7 @@ class Operator:
 
     def _handle(self, run_id: str, command: str) -> FlowHandle[Any]:
         broker = self._application(command)
-        return FlowHandle(run_id, self.show_run(run_id).workflow, middleware_of(broker), broker)
+        return FlowHandle(run_id, self.show_run(run_id).workflow, middleware=middleware_of(broker), broker=broker)
 
     def _queue_store(self) -> Store | None:
         if self.broker is None:

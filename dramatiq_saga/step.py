@@ -7,6 +7,8 @@ last try) is handled by the middleware's hooks with the verbs below.
 
 Nothing is acknowledged before its outcome is durable (FENCE-3): while the store refuses, the outcome is kept here and tried
 again, and the acknowledgement waits.
+
+Long because it follows one message from the claim to the last thing that can become of it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -271,6 +274,7 @@ class Runner:
         if isinstance(failure, SkipMessage) or not self.persist(lambda: fence.fail_try(self.engine, claim, text)):
             self.persist(lambda: self._settle(delivery, claim, text, failure))
             return
+        _say_where(failure, claim)
         delivery.failure, delivery.state = failure, "failed"
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
@@ -476,3 +480,18 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _say_where(failure: BaseException, claim: Claim) -> None:
+    """Add run and step to what Dramatiq logs of a failure: its line names the actor alone, for our messages carry no arguments.
+
+    An error object that is raised again and again keeps the last of these notes, not all of them.
+    """
+    job = claim.job
+    mark = "dramatiq-saga: "
+    with suppress(Exception):  # an exception class may refuse new attributes
+        notes = [note for note in getattr(failure, "__notes__", ()) if not str(note).startswith(mark)]
+        failure.__notes__ = [
+            *notes,
+            f"{mark}{job.kind} {job.sequence} of run {job.run_id} ({claim.workflow}), claim {claim.attempts}",
+        ]

@@ -120,7 +120,7 @@ class Workflow(Generic[P, R]):
         new = self._new_run(args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options)
         engine = self._middleware.engine(self.broker)
         runs.start(engine, new, self._middleware.sender(self.broker))
-        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+        return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
 
     def run_sync(self, *args: P.args, **kwargs: P.kwargs) -> FlowHandle[R]:
         """Run to the end in this process, steps included, through the same rows as a queued run (SYNC-1).
@@ -133,7 +133,7 @@ class Workflow(Generic[P, R]):
         refuse_inside_workflow(f"running {self.name}")
         new = self._new_run(args, dict(kwargs), None, None, None, None, None, None, {})
         run_inline(self._middleware, self.broker, new)
-        return FlowHandle(new.run_id, self.name, self._middleware, self.broker)
+        return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
 
     def _new_run(
         self,

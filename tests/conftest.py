@@ -16,13 +16,16 @@ import dramatiq
 import dramatiq.broker
 import pytest
 import structlog
+import structlog.testing
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from tests.support import effects as effect_files
 from tests.support import gates as gate_files
 from tests.support import servers
+from tests.support.application import Application, Applications, Places
 from tests.support.effects import EffectLog
+from tests.support.field import Field
 from tests.support.gates import Gates
 from tests.support.processes import Process, WorkerProcess
 
@@ -182,6 +185,30 @@ def python_process(_processes: Callable[..., Any]) -> Callable[..., Process]:
     return start
 
 
+@pytest.fixture
+def make_field(
+    table_prefix: str, effects: EffectLog, gates: Gates, worker_process: Callable[..., Any], python_process: Callable[..., Any]
+) -> Iterator[Callable[..., Field]]:
+    """``make_field(database, redis=None)``: an application with real workers and the real command line (``support/field.py``)."""
+    made: list[Field] = []
+
+    def make(database: str, **options: str) -> Field:
+        shared = {effect_files.VARIABLE: str(effects.path), gate_files.VARIABLE: str(gates.directory)}
+        processes = {"worker_process": worker_process, "python_process": python_process}
+        made.append(Field(database, prefix=table_prefix, shared=shared, **processes, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.operator.close()
+
+
+@pytest.fixture
+def field(make_field: Callable[..., Field], sqlite_path: Path) -> Field:
+    """That application on an SQLite file."""
+    return make_field(f"sqlite:///{sqlite_path}")
+
+
 # --- what is global is put back --------------------------------------------------------------------------------------
 
 
@@ -196,3 +223,40 @@ def _globals_restored() -> Iterator[None]:
     structlog.reset_defaults()
     if left is not None and left is not broker:
         left.close()
+
+
+# --- applications with workers in this process ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    places = Places(tmp_path_factory.mktemp("places"))
+    yield places
+    places.close()
+
+
+@pytest.fixture
+def applications(_places: Places, _globals_restored: None, tmp_path: Path) -> Iterator[Applications]:
+    """``applications("sqlite")``: an application of a kind (see ``tests/support/application.py``), closed at the end."""
+    factory = Applications(_places, tmp_path)
+    yield factory
+    factory.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis", "stub"])
+def app(request: pytest.FixtureRequest, applications: Applications) -> Application:
+    """The same application in each setting."""
+    return applications(request.param)
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis", "stub", "mariadb"])
+def every_app(request: pytest.FixtureRequest, applications: Applications) -> Application:
+    """As ``app``, on MariaDB too: for what everything else rests on."""
+    return applications(request.param)
+
+
+@pytest.fixture
+def journal() -> Iterator[list[dict[str, Any]]]:
+    """Every structlog line that is written while the test runs: anomalies and the package's own log."""
+    with structlog.testing.capture_logs() as lines:
+        yield lines

@@ -211,11 +211,11 @@ class DatabaseConsumer(Consumer):
         if message.queue_name != delivery.reservation.queue:
             settlement.reroute(self.broker, delivery.reservation, message.queue_name)
             return None
-        return self.receive(message, delivery.reservation, delivery.lease_until)
+        return self.receive(message, delivery.reservation, lease_until=delivery.lease_until)
 
-    def receive(self, message: Message[Any], reservation: Reservation, lease_until: int) -> DatabaseMessageProxy:
+    def receive(self, message: Message[Any], reservation: Reservation, *, lease_until: int) -> DatabaseMessageProxy:
         """A delivery of ours: held, and its lease extended, until it has been dealt with."""
-        proxy = DatabaseMessageProxy(message, reservation, self, lease_until)
+        proxy = DatabaseMessageProxy(message, reservation, consumer=self, lease_until=lease_until)
         self.held[id(proxy)] = proxy
         self.broker.here.hold(proxy)
         return proxy

@@ -6,7 +6,7 @@ construction, and never raise Dramatiq's BrokerConnectionError where repeating w
 
 Around it: ``reservations`` is the SQL, ``consumer`` the waiting, ``settlement`` the end of a delivery, ``process`` what one
 process holds, ``leases`` keeps long work reserved, ``wake`` notices other processes, ``dead_letters`` is for operators,
-``sqlite`` adds the guards.
+``staging`` serves an engine, ``sqlite`` adds the guards.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
-from dramatiq.broker import Broker
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
 
 from ..errors import SettingsError, StoreError
 from ..store.database import Store, Ticket, Tx, open_store
+from ..store.trouble import is_trouble
 from . import dead_letters, reservations, settlement
 from .consumer import LOOK_ANYWAY, DatabaseConsumer
 from .dead_letters import DeadLetter, QueueStats
-from .messages import DatabaseMessageProxy, Prepared, Reservation
-from .outgoing import prepare
+from .messages import DatabaseMessageProxy, Prepared
 from .process import Deliveries
+from .staging import StagingBroker
 
 if TYPE_CHECKING:
     from ..clock import Clock
@@ -43,7 +43,7 @@ T = TypeVar("T")
 MAX_SERVER_PAUSE = 0.25
 
 
-class DatabaseBroker(Broker):
+class DatabaseBroker(StagingBroker):
     """Keeps Dramatiq's queues in a database: SQLite, PostgreSQL, MariaDB or MySQL.
 
     Parameters:
@@ -84,6 +84,7 @@ class DatabaseBroker(Broker):
         super().__init__(middleware=middleware)
         self.queues = set(self.queues)
         self.store: Store = open_store(database, prefix=prefix, clock=clock)
+        self._check_database()
         self.retry_after = retry_after
         self.poll_interval = poll_interval
         self.extend_every = every
@@ -91,6 +92,9 @@ class DatabaseBroker(Broker):
         self._lease_ms = round(retry_after * 1000)
         self._hooks = threading.local()  # .proxy: the delivery whose after hooks run in this thread
         self._here = Deliveries(self)
+
+    def _check_database(self) -> None:
+        """Refuse a database that this kind of broker cannot serve."""
 
     @property
     def here(self) -> Deliveries:
@@ -132,16 +136,16 @@ class DatabaseBroker(Broker):
         """Run the after hooks; what they send is kept for the acknowledgement (see ``settlement``).
 
         Dramatiq swallows what goes wrong in here and acknowledges all the same. An interrupt (a time limit that ran out a
-        moment too late, a shutdown) can cut the hooks short, Retries among them. While an error is being handled, that
-        would first acknowledge the message and then end the worker thread; so the acknowledgement is withheld, the message
-        comes back after its lease, and the thread goes on.
+        moment too late, a shutdown) can cut the hooks short, Retries among them. While an error or a skip is being handled,
+        that would first acknowledge the message and then end the worker thread; so the acknowledgement is withheld, the
+        message comes back after its lease, and the thread goes on.
         """
         self._hooks.proxy = proxy
         try:
             super().emit_after(signal, proxy, **kwargs)
         except Interrupt as interrupt:
-            if kwargs.get("exception") is None:
-                raise
+            if signal == "process_message" and kwargs.get("exception") is None:
+                raise  # Dramatiq makes it a failure of the message, which Retries sees
             proxy.withheld = f"{type(interrupt).__name__} cut its after hooks short"
         finally:
             self._hooks.proxy = None
@@ -232,75 +236,6 @@ class DatabaseBroker(Broker):
         else:
             settlement.report_lost(self, proxy, "retry")
 
-    def prepare(self, message: Message[Any], *, delay: int | None = None) -> Prepared:
-        """Encode a message and run the ``before_enqueue`` hooks, in the caller's thread. Nothing is stored yet.
-
-        The hooks see the ``eta`` option of a delayed message, as with Dramatiq's own brokers; the stored form has none,
-        because a worker would hold it in memory.
-        """
-        return prepare(self, message, delay=delay)
-
-    # --- for an engine whose rows share transactions with their messages -----------------------------------------------
-
-    def stage(self, tx: Tx, prepared: Prepared, reservation: Reservation | None = None) -> None:
-        """Store a prepared message inside ``tx``; :meth:`announce` it once that has committed.
-
-        Given a reservation that is still ours, its row becomes the message and keeps its age (QUEUE-1); the delivery
-        that held it is over, and its proxy has to be marked settled. A lost reservation costs nothing: the message gets a
-        row of its own.
-        """
-        now = self.store.clock.now()
-        if reservation is None or not reservations.recycle(tx, reservation, prepared, now=now):
-            reservations.insert(tx, prepared, now=now)
-
-    def can_take(self, prepared: Prepared) -> bool:
-        """Whether this process may deliver that message itself: it is due, a worker here consumes its queue and knows its
-        actor, and nobody is passed by for too long (:meth:`DatabaseConsumer.may_hand_over`)."""
-        if prepared.due_at is not None or prepared.message.actor_name not in self.actors:
-            return False
-        thread = self.here.consumer_thread(prepared.queue)
-        return thread is not None and thread.consumer.may_hand_over()
-
-    def hand_over(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> Reservation | None:
-        """As :meth:`stage` with a reservation, but the row stays reserved for this process, which saves a reservation.
-
-        ``None`` where the reservation was lost: then nothing was changed. :meth:`taken` follows once ``tx`` has committed. The
-        prefetch slot is the one that the delivery at hand gives up, and the age is the row's (QUEUE-1).
-        """
-        return reservations.hand_over(tx, reservation, prepared, now=self.store.clock.now())
-
-    def taken(self, prepared: Prepared, reservation: Reservation, lease_until: int) -> None:
-        """After the commit: give the message that was handed over to this process's workers.
-
-        Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7).
-        """
-        thread = self.here.consumer_thread(prepared.queue)
-        self.emit_after("enqueue", prepared.message, prepared.delay)
-        if thread is None:
-            settlement.give_back_row(self, reservation)
-            return
-        thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until))
-
-    def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
-        """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""
-        return reservations.retain(tx, reservation, prepared)
-
-    def release(self, tx: Tx, reservation: Reservation, *, delay: int = 0) -> bool:
-        """Put our row back, due after ``delay`` milliseconds; this attempt is not counted. False when it was lost."""
-        now = self.store.clock.now()
-        return reservations.give_back(tx, reservation, due_at=now + delay, now=now)
-
-    def settle(self, tx: Tx, reservation: Reservation) -> bool:
-        """Delete our row inside ``tx``: what the acknowledgement would do later. False when it was lost (QUEUE-2)."""
-        return reservations.delete(tx, reservation)
-
-    def announce(self, prepared: Sequence[Prepared]) -> None:
-        """After the commit: wake this process's consumers and run the ``after_enqueue`` hooks. Other processes notice."""
-        for one in prepared:
-            self.here.arrived(one.queue, one.due_at)
-        for one in prepared:
-            self.emit_after("enqueue", one.message, one.delay)
-
     # --- consuming ---------------------------------------------------------------------------------------------------
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 30000) -> DatabaseConsumer:
@@ -375,8 +310,8 @@ class DatabaseBroker(Broker):
             thread.start()
             thread.join()
             return tickets[0].result()
-        except (StoreError, peewee.OperationalError, peewee.InterfaceError) as error:
-            if self.store.dialect == "sqlite":
+        except Exception as error:
+            if self.store.dialect == "sqlite" or not is_trouble(error):
                 raise
             raise ConnectionClosed(str(error)) from error  # type: ignore[no-untyped-call]
 

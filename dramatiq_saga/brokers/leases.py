@@ -72,6 +72,7 @@ class LeaseKeeper:
         due = [proxy for proxy in list(self._held.values()) if proxy.lease_until <= horizon and self._has_future(proxy)]
         if not due:
             return True
+        due.sort(key=_row_id)  # writers of several rows take them in one order (DRIVE-7)
 
         def operation(tx: Tx) -> tuple[int, list[bool]]:
             until = self._broker.store.clock.now() + self._lease_ms
@@ -111,3 +112,7 @@ class LeaseKeeper:
         if not alive:
             self.let_go(proxy)
         return alive
+
+
+def _row_id(proxy: DatabaseMessageProxy) -> int:
+    return proxy.reservation.id

@@ -52,7 +52,9 @@ class DatabaseMessageProxy(MessageProxy):
     proxy then changes nothing. An engine that deletes or recycles the row in a transaction of its own sets it.
     """
 
-    def __init__(self, message: Message[Any], reservation: Reservation, consumer: DatabaseConsumer, lease_until: int) -> None:
+    def __init__(
+        self, message: Message[Any], reservation: Reservation, *, consumer: DatabaseConsumer, lease_until: int
+    ) -> None:
         super().__init__(message)
         self.reservation = reservation
         self.settled = False

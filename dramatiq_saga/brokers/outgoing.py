@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from dramatiq.message import Message
 
     from ..clock import Clock
-    from .database import DatabaseBroker
+    from .staging import StagingBroker
 
 #: Milliseconds; a century. A longer delay would not fit the column, and means "never" to everybody alive.
 MAX_DELAY = 100 * 366 * 86_400_000
 
 
-def prepare(broker: DatabaseBroker, message: Message[Any], *, delay: int | None) -> Prepared:
-    """See :meth:`DatabaseBroker.prepare`."""
+def prepare(broker: StagingBroker, message: Message[Any], *, delay: int | None) -> Prepared:
+    """See :meth:`StagingBroker.prepare`."""
     delivered: object = message  # Retries hands over the proxy
     if isinstance(delivered, MessageProxy):
         message = delivered._message
@@ -56,7 +56,7 @@ def _due_at(options: dict[str, Any], delay: float | None, clock: Clock) -> int |
     return clock.now() + round(min(delay, MAX_DELAY))
 
 
-def _priority(broker: DatabaseBroker, message: Message[Any]) -> int:
+def _priority(broker: StagingBroker, message: Message[Any]) -> int:
     """The message's own priority, else its actor's. Lower numbers come first, as everywhere in Dramatiq."""
     priority = message.options.get("priority")
     if isinstance(priority, int):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..store.database import Tx
     from .database import DatabaseBroker
     from .messages import DatabaseMessageProxy, Prepared, Reservation
+    from .staging import StagingBroker
 
 
 class Settlement:
@@ -112,7 +113,7 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
     Never raises, because an error here would abort Dramatiq's shutdown: what cannot be given back comes back after its
     lease.
     """
-    unstarted = [proxy for proxy in proxies if not proxy.settled]
+    unstarted = sorted((proxy for proxy in proxies if not proxy.settled), key=lambda proxy: proxy.reservation.id)
     if not unstarted:
         return
 
@@ -129,7 +130,7 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
         broker.here.arrived(queue, None)
 
 
-def give_back_row(broker: DatabaseBroker, reservation: Reservation) -> None:
+def give_back_row(broker: StagingBroker, reservation: Reservation) -> None:
     """As :func:`give_back`, for a row that no delivery was made of yet."""
     now = broker.store.clock.now()
     _attempt(broker, lambda tx: reservations.give_back(tx, reservation, due_at=None, now=now), "give back a message")
@@ -162,7 +163,7 @@ def report_lost(broker: DatabaseBroker, proxy: DatabaseMessageProxy, what: str) 
     )
 
 
-def _attempt(broker: DatabaseBroker, operation: Callable[[Tx], Any], what: str) -> None:
+def _attempt(broker: StagingBroker, operation: Callable[[Tx], Any], what: str) -> None:
     try:
         broker.execute(operation)
     except Exception:

@@ -16,21 +16,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import peewee
+from typing import TYPE_CHECKING
 
 from ..errors import SettingsError, WriteRefusedError
+from ..store.sqlite_errors import RETRYABLE
 from . import reservations
 from .database import DatabaseBroker
 from .settlement import Settlement
 
 if TYPE_CHECKING:
     from ..store.database import Tx
-
-#: Result codes of a refusal that may be met by trying again: BUSY, LOCKED, BUSY_RECOVERY, LOCKED_SHAREDCACHE,
-#: BUSY_SNAPSHOT, BUSY_TIMEOUT.
-CONTENTION = frozenset({5, 6, 261, 262, 517, 773})
 
 #: DELETE statements per message, counting those that were rolled back.
 MAX_STATEMENTS = 3
@@ -43,12 +38,11 @@ MAX_PAUSE = 0.1
 
 
 class SQLiteBroker(DatabaseBroker):
-    """A :class:`DatabaseBroker` on one SQLite file, for all processes of one machine."""
+    """A :class:`DatabaseBroker` on one SQLite file, for all processes of one machine; it takes the same parameters."""
 
-    def __init__(self, database: Any, **options: Any) -> None:
-        super().__init__(database, **options)
-        if not isinstance(self.store.database, peewee.SqliteDatabase):
-            raise SettingsError("database", f"{database!r} is not SQLite: use DatabaseBroker for other databases")
+    def _check_database(self) -> None:
+        if self.store.dialect != "sqlite":
+            raise SettingsError("database", "this is not SQLite: use DatabaseBroker for other databases")
         self._episodes: dict[str, _Episode] = {}
 
     def run_reservation(
@@ -58,7 +52,7 @@ class SQLiteBroker(DatabaseBroker):
         try:
             deliveries = super().run_reservation(queue, operation)
         except WriteRefusedError as refusal:
-            if refusal.sqlite_errorcode not in CONTENTION:
+            if refusal.sqlite_errorcode not in RETRYABLE:
                 raise
             self._reservation_refused(queue, refusal)
             return None
@@ -91,7 +85,7 @@ class SQLiteBroker(DatabaseBroker):
             try:
                 return self.execute(attempt)
             except WriteRefusedError as refusal:
-                if refusal.sqlite_errorcode not in CONTENTION or not attempt.may_go_on():
+                if refusal.sqlite_errorcode not in RETRYABLE or not attempt.may_go_on():
                     raise
                 attempt.refusal = refusal
             except _NotAdmittedError:

@@ -8,6 +8,8 @@ compensation's outcome behind its fence and, in the same transaction, sends the 
 Who else may be here: an outcome that arrives while the plan is drafted (it raises the wake count, so the plan loses and is
 drafted again), a straggler of a step that is being undone (fenced), a second delivery of a compensation (its claim is lost),
 a cancel (never interrupts a rollback, COMP-9). Proven by ``tests/races/test_interleavings.py``.
+
+Long because planning an undo and carrying it out are read against each other: what one writes, the other surveys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Loading a run and its history, in one short read transaction (DRIVE-1)."""
+"""Loading a run and its history, in one short read transaction (DRIVE-1).
+
+What is loaded is a :class:`~dramatiq_saga.engine.rows.Snapshot`: revision and wake count belong to the very history beside them,
+because one snapshot of the database gave both. Nothing here writes, and nothing decides whether the snapshot is still true: the
+statements that rest on it do.
+"""
 
 from __future__ import annotations
 

@@ -63,6 +63,12 @@ SIGNAL_CONSUMED: Final = "signal.consumed"
 SIGNAL_TIMED_OUT: Final = "signal.timed_out"
 SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
+#: Told by the history only: what an operator reads there and no listener has a class for.
+WITHOUT_EVENT: Final = frozenset({FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED})
+
+#: Told to listeners as the event of a failed try, with ``given_up`` set.
+GIVEN_UP: Final = frozenset({ACTION_GIVEN_UP, COMPENSATION_GIVEN_UP})
+
 #: Told to listeners only: a refused outcome changes no row and adds no history (FENCE-1).
 NOT_RECORDED: Final = frozenset({ACTION_OUTCOME_REJECTED, COMPENSATION_OUTCOME_REJECTED})
 

@@ -33,7 +33,7 @@ from .tickets import Ticket, run_callbacks
 from .transactions import Quirks, Tx
 from .writer import Writer
 
-__all__ = ["Store", "Ticket", "Tx", "open_store"]
+__all__ = ["Database", "Store", "Ticket", "Tx", "open_store"]
 
 T = TypeVar("T")
 

@@ -40,9 +40,14 @@ _PG_TOO_LARGE = "54"
 _PG_ANSWERS_COMMIT = ("23", "40", "P0")
 
 # Lock wait timeout, deadlock.
-_MYSQL_AGAIN = frozenset({1205, 1213})
+_MYSQL_DEADLOCK = 1213
+_MYSQL_AGAIN = frozenset({1205, _MYSQL_DEADLOCK})
 # Client: no connection (0), gone away, lost, lost at a system call. Server: shutdown, killed, idle for too long.
 _MYSQL_LOST = frozenset({0, 2006, 2013, 2055, 1053, 1927, 4031})
+# The statement's own, which the drivers file under operational errors: unknown column, packet too large, no default value,
+# number out of range, check constraint (MySQL, MariaDB).
+_MYSQL_OWN = frozenset({1054, 1153, 1364, 1690, 3819, 4025})
+_MYSQL_OWN_STATES = ("21", "22", "23", "42")
 
 
 def fate_of(error: BaseException, dialect: str) -> Fate:
@@ -64,12 +69,13 @@ def fate_of(error: BaseException, dialect: str) -> Fate:
         if state.startswith(_PG_LOST):
             return Fate.LOST
         return Fate.REFUSED if surroundings and not state.startswith(_PG_TOO_LARGE) else Fate.OTHER
-    number = getattr(original, "errno", None) or (original.args[0] if original.args else None)
+    number = _number(original)
     if number in _MYSQL_AGAIN:
         return Fate.AGAIN
     if number in _MYSQL_LOST or isinstance(error, peewee.InterfaceError):
         return Fate.LOST
-    return Fate.REFUSED if surroundings else Fate.OTHER
+    own = number in _MYSQL_OWN or (_sqlstate(original) or "").startswith(_MYSQL_OWN_STATES)
+    return Fate.REFUSED if surroundings and not own else Fate.OTHER
 
 
 def answers_commit(error: BaseException, dialect: str) -> bool:
@@ -79,7 +85,12 @@ def answers_commit(error: BaseException, dialect: str) -> bool:
     original = getattr(error, "orig", None)
     if dialect == POSTGRESQL:
         return (_sqlstate(original) or "").startswith(_PG_ANSWERS_COMMIT)
-    return fate_of(error, dialect) is Fate.AGAIN and original is not None
+    return _number(original) == _MYSQL_DEADLOCK  # a cluster's word that another node was faster
+
+
+def _number(original: object) -> object:
+    arguments = getattr(original, "args", None)
+    return getattr(original, "errno", None) or (arguments[0] if arguments else None)
 
 
 def _sqlstate(original: object) -> str | None:

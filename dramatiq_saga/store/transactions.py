@@ -166,7 +166,7 @@ class Quirks:
         # at worst four bytes for a character and each of them escaped; mostly far from it, and then nothing is counted
         if 8 * sum(map(len, values)) < self.largest:
             return
-        size = _STATEMENT_SIZE + sum(map(_escaped_size, values))
+        size = _STATEMENT_SIZE + sum(map(_size_in_statement, values))
         if size > self.largest:
             raise DataError(
                 f"{size} bytes in one statement are more than the server takes (max_allowed_packet = {self.largest}): "
@@ -177,9 +177,10 @@ class Quirks:
 #: Room for the text of a statement around its values, bytes.
 _STATEMENT_SIZE = 4096
 
-_ESCAPED = (b"\\", b"'", b'"', b"\0", b"\n", b"\r", b"\x1a")
+_ESCAPED = tuple("\\'\"\0\n\r\x1a")
 
 
-def _escaped_size(value: str | bytes) -> int:
-    data = value.encode() if isinstance(value, str) else value
-    return len(data) + sum(map(data.count, _ESCAPED))
+def _size_in_statement(value: str | bytes) -> int:
+    if isinstance(value, bytes):
+        return 2 * len(value)  # in hexadecimal, or with every byte escaped
+    return len(value.encode()) + sum(map(value.count, _ESCAPED))

@@ -29,6 +29,7 @@ from dramatiq.middleware import (
 from dramatiq_saga.brokers import DatabaseBroker, DatabaseMessageProxy, SQLiteBroker
 from dramatiq_saga.brokers.consumer import DatabaseConsumer
 from dramatiq_saga.clock import Clock
+from tests.support import servers
 
 DATABASE_KINDS = ("sqlite", "postgresql", "mariadb")
 KINDS = (*DATABASE_KINDS, "redis", "rabbitmq")
@@ -51,6 +52,7 @@ class Brokers:
         self.kind = kind
         self._request = request
         self._stack = contextlib.ExitStack()
+        self._swept = False
 
     def __call__(self, *, clock: Clock | None = None, **options: Any) -> Any:
         broker = self._make(clock, options)
@@ -71,12 +73,15 @@ class Brokers:
             from dramatiq.brokers.rabbitmq import RabbitmqBroker
 
             return RabbitmqBroker(url=value("rabbitmq_url"), **options)
-        prefix = value("table_prefix")
         if self.kind == "sqlite":
-            return SQLiteBroker(value("sqlite_path"), prefix=prefix, clock=clock, **options)
-        url = value("postgres_url" if self.kind == "postgresql" else "mariadb_url")
-        broker = DatabaseBroker(url, prefix=prefix, clock=clock, **options)
+            return SQLiteBroker(value("sqlite_path"), clock=clock, **options)
+        # Making and dropping the tables takes longer than most tests: those of a server serve the whole session, swept.
+        prefix = value("server_prefixes").setdefault(self.kind, servers.random_name() + "_")
+        broker = DatabaseBroker(servers.require(self.kind), prefix=prefix, clock=clock, **options)
         broker.store.migrate()
+        if not self._swept:
+            broker.store.write(lambda tx: tx.run("DELETE FROM {messages}"))
+            self._swept = True
         return broker
 
     def close(self) -> None:

@@ -31,8 +31,10 @@ def add(name: str = "n", amount: int = 1) -> Callable[[Tx], int]:
     """An operation that adds to a counter of that name, and returns its new value."""
 
     def operation(tx: Tx) -> int:
-        if tx.run("UPDATE {rate_limits} SET value = value + ? WHERE id = ?", (amount, name)) == 0:
-            tx.run("INSERT INTO {rate_limits} (id, value, expires_at) VALUES (?, ?, 0)", (name, amount))
+        update = "UPDATE {rate_limits} SET value = value + ? WHERE id = ?"
+        if tx.run(update, (amount, name)) == 0:
+            tx.run("{insert_ignore} {rate_limits} (id, value, expires_at) VALUES (?, 0, 0){or_ignore}", (name,))
+            tx.run(update, (amount, name))
         row = tx.one("SELECT value FROM {rate_limits} WHERE id = ?", (name,))
         assert row is not None
         return int(row[0])

@@ -78,12 +78,17 @@ class Workbench:
             return self.bodies[name](*args) if name in self.bodies else {"by": name}
 
         return dramatiq.actor(
-            body, actor_name=name, broker=self.broker, **{"max_retries": 3, "min_backoff": 20_000, "max_backoff": 20_000, **options}
+            body,
+            actor_name=name,
+            broker=self.broker,
+            **{"max_retries": 3, "min_backoff": 20_000, "max_backoff": 20_000, **options},
         )
 
     def _declare_trip(self) -> Workflow[Any, Any]:
         def trip(flow: Flow, traveller: str = "ada") -> Any:
-            hotel = flow.action(self.actors["book_hotel"], traveller).compensate_with(self.actors["cancel_hotel"], traveller).run()
+            hotel = (
+                flow.action(self.actors["book_hotel"], traveller).compensate_with(self.actors["cancel_hotel"], traveller).run()
+            )
             flow.action(self.actors["book_flight"], traveller).compensate_with(self.actors["cancel_flight"], traveller).run()
             flow.run(self.actors["pay"], traveller)
             return hotel
@@ -135,7 +140,9 @@ class Workbench:
         return found
 
     def run_row(self, run: FlowHandle[Any], *columns: str) -> tuple[Any, ...]:
-        found = self.engine.store.read(lambda tx: tx.one(f"SELECT {', '.join(columns)} FROM {{flow_runs}} WHERE id = ?", (run.id,)))
+        found = self.engine.store.read(
+            lambda tx: tx.one(f"SELECT {', '.join(columns)} FROM {{flow_runs}} WHERE id = ?", (run.id,))
+        )
         assert found is not None
         return found
 

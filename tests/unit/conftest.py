@@ -21,7 +21,7 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
     made: list[Workbench] = []
 
     def make(**options: Any) -> Workbench:
-        made.append(Workbench(tmp_path / f"bench-{len(made)}.db", **options))
+        made.append(Workbench(options.pop("database", tmp_path / f"bench-{len(made)}.db"), **options))
         return made[-1]
 
     yield make

@@ -443,7 +443,7 @@ def test_a_description_always_fits_its_column_and_always_loads(
     error = load_error(text)
     assert error["type"] != "unknown"
     assert error.keys() == {"type", "bases", "message", "code", "traceback", "cause"}
-    step_failed("charge", 1, text).message.encode()
+    step_failed("charge", 1, text=text).message.encode()
 
 
 def test_the_worst_description_still_says_who_and_what() -> None:
@@ -462,13 +462,13 @@ def test_the_worst_description_still_says_who_and_what() -> None:
 def test_text_of_any_other_origin_loads_too(text: str) -> None:
     error = load_error(text)
     assert error.keys() == {"type", "bases", "message", "code", "traceback", "cause"}
-    assert not step_failed("charge", 1, text).is_a(ValueError)
+    assert not step_failed("charge", 1, text=text).is_a(ValueError)
 
 
 def test_a_failed_step_is_told_from_its_row_without_its_class() -> None:
     """CODEC-4, SAFE-1."""
     text = describe_error(raised(Declined("no money"), raised(KeyError("card"))))
-    error = step_failed("charge", 3, text)
+    error = step_failed("charge", 3, text=text)
     assert (error.actor_name, error.sequence, error.message, error.code) == ("charge", 3, "no money", "insufficient_funds")
     assert error.is_a(Declined) and error.is_a(ValueError) and error.is_a("Declined")
     assert not error.is_a(KeyError)
@@ -477,7 +477,7 @@ def test_a_failed_step_is_told_from_its_row_without_its_class() -> None:
 
 
 def test_a_run_that_fails_of_a_step_records_the_steps_own_error_as_the_cause() -> None:
-    step = step_failed("charge", 3, describe_error(raised(Declined("no money"), raised(KeyError("card")))))
+    step = step_failed("charge", 3, text=describe_error(raised(Declined("no money"), raised(KeyError("card")))))
     error = load_error(describe_error(raised(step)))
     assert error["type"] == "dramatiq_saga.errors.StepFailedError"
     assert error["cause"]["type"].endswith(".Declined")
@@ -486,7 +486,7 @@ def test_a_run_that_fails_of_a_step_records_the_steps_own_error_as_the_cause() -
 
 def test_an_interrupted_step_stays_one_through_its_row() -> None:
     """RECLAIM-6."""
-    error = step_failed("charge", 3, describe_error(StepInterruptedError("charge", 3, message="claimed 5 times")))
+    error = step_failed("charge", 3, text=describe_error(StepInterruptedError("charge", 3, message="claimed 5 times")))
     assert type(error) is StepInterruptedError
     assert error.message == "claimed 5 times"
     assert error.is_a(StepInterruptedError) and error.is_a(StepFailedError)
@@ -495,7 +495,7 @@ def test_an_interrupted_step_stays_one_through_its_row() -> None:
 def test_nothing_is_imported_for_a_stored_name() -> None:
     """SAFE-1: the names of a row are words."""
     text = json.dumps({"type": "antigravity.Error", "bases": ["antigravity.Error"], "message": "x"})
-    error = step_failed("charge", 1, text)
+    error = step_failed("charge", 1, text=text)
     assert type(error) is StepFailedError and error.is_a("antigravity.Error")
 
 

@@ -118,7 +118,9 @@ def test_a_step_whose_next_try_is_still_to_come_is_left_to_it(bench: Workbench) 
     """DOCTOR-1, beyond: a row between tries is judged by next_try_at, plus the grace."""
     run = bench.send()
     failing_once(bench, "pay")
-    bench.work_until(lambda: len(run.actions()) == 3 and run.actions()[2].next_try_at is not None and run.actions()[2].tries == 1)
+    bench.work_until(
+        lambda: len(run.actions()) == 3 and run.actions()[2].next_try_at is not None and run.actions()[2].tries == 1
+    )
     next_try_at = run.actions()[2].next_try_at
     assert next_try_at is not None
     due_in = (next_try_at - bench.clock.now()) / 1000
@@ -573,3 +575,62 @@ def test_a_sweep_reads_live_rows_only(make_bench: MakeBench, monkeypatch: pytest
         scans = [step for step in steps if step.startswith("SCAN") and not any(name in step for name in live)]
         assert scans == [], (sql, steps)
         assert any(name in steps[0] for name in live), (sql, steps)
+
+
+# --- on every database -----------------------------------------------------------------------------------------------
+
+
+def test_every_rule_works_on_every_database(database_url: str, table_prefix: str, make_bench: MakeBench) -> None:
+    """DOCTOR-1: R1, R2, R3, the monitor, a kick and an unknown actor; each server has its own idea of SQL."""
+    bench = make_bench(database=database_url, prefix=table_prefix, settings=settings(max_attempts=2))
+    undone, retried = rolling_back(bench), bench.send()
+    failing_once(bench, "book_hotel")
+    bench.work_until(lambda: bool(retried.actions()) and retried.actions()[0].status == "failed")
+    lost, stale, stuck = pending_step(bench), abandoned(bench, reclaim_after=1), bench.send()
+    bench.lose_messages()
+    bench.advance(120)
+    repair_of = bench.sweep().repair
+    assert repair_of is not None
+    assert (repair_of.steps, repair_of.compensations, repair_of.runs, repair_of.reclaims) == (2, 1, 1, 1)
+    assert (repair_of.skipped, repair_of.errors) == (0, 0)
+    bench.bodies.clear()
+    bench.work_until(
+        lambda: {run.status for run in (lost, stale, stuck, retried)} == {"completed"} and undone.status == "cancelled"
+    )
+    kicked = pending_step(bench)
+    assert [row.sequence for row in kicked.kick().sent] == [1]
+    unknown = pending_step(bench)
+    forget_actor(bench, "book_hotel")
+    reports = spend_repairs(bench)
+    assert sum(report.unknown_actors for report in reports) == 2
+    assert {kicked.status, unknown.status} == {"failed"}
+    assert doctor.candidates(bench.engine) == {"R1": 0, "R2": 0, "R3": 0}
+
+
+def test_a_retry_by_the_doctor_sees_the_arguments_as_they_were_sent(make_bench: MakeBench) -> None:
+    """C22: a body that changes its own arguments changes nothing of what is recorded, nor of the next try."""
+    bench = make_bench()
+    seen: list[Any] = []
+
+    def body(order: dict[str, Any]) -> Any:
+        seen.append(dict(order))
+        order["id"] = object()
+        del order["lines"]
+        if len(seen) == 1:
+            raise ValueError("not this time")
+        return "booked"
+
+    bench.bodies["pay"] = body
+
+    def trip(flow: Any, traveller: str) -> Any:
+        return flow.run(bench.actors["pay"], {"id": "7", "lines": [1]})
+
+    bench.flow_function = trip
+    run = bench.send("ada")
+    bench.work_until(lambda: bool(run.actions()) and run.actions()[0].status == "failed")
+    bench.lose_messages()
+    bench.advance(120)
+    assert do_repair(bench).steps == 1
+    bench.work_until(lambda: run.status == "completed")
+    assert seen == [{"id": "7", "lines": [1]}] * 2
+    assert run.actions()[0].args == [{"id": "7", "lines": [1]}]

@@ -70,7 +70,9 @@ def test_a_step_between_two_tries_is_tried_now_and_no_try_is_renewed(bench: Work
 
 
 @pytest.mark.parametrize(("stale_in", "why"), [(None, "reclaim is off"), (60, "has not passed")])
-def test_a_running_step_without_a_passed_deadline_is_left_to_its_worker(bench: Workbench, stale_in: int | None, why: str) -> None:
+def test_a_running_step_without_a_passed_deadline_is_left_to_its_worker(
+    bench: Workbench, stale_in: int | None, why: str
+) -> None:
     """KICK-1: it cannot be told apart from one that is worked on."""
     run = claimed(bench, stale_in=stale_in)
     report = run.kick()
@@ -185,7 +187,9 @@ def test_a_kick_that_lost_to_a_drive_looks_again(make_bench: MakeBench, monkeypa
     assert bench.run_row(run, "wakes") == (3,)
 
 
-def test_a_kick_that_the_database_lost_sends_nothing_and_says_so(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kick_that_the_database_lost_sends_nothing_and_says_so(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CLAIM-3: where COMMIT can silently roll back, the refill is read back; claim_not_committed is journalled."""
     bench = make_bench(joins=False)
     run = parked(bench)

@@ -168,7 +168,9 @@ def test_a_run_that_breaks_the_sweep_itself_is_passed_by(bench: Workbench, monke
     assert bench.run_row(bad, "hold_until")[0] > plain()
 
 
-def test_a_broker_that_is_down_is_counted_and_the_next_run_follows(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_is_down_is_counted_and_the_next_run_follows(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DRIVE-3: what the drive has decided is committed; the message of the step it scheduled is the doctor's."""
     bench = make_bench(joins=False)
     fitting = bench.flow_function
@@ -177,7 +179,8 @@ def test_a_broker_that_is_down_is_counted_and_the_next_run_follows(make_bench: M
         bench.flow_function = fitting
         run = held(bench)
         bench.write(
-            "UPDATE {action_runs} SET status = 'completed', result = args, started_at = 1, ended_at = 1, attempts = 1 WHERE run_id = ?", run.id
+            "UPDATE {action_runs} SET status = 'completed', result = args, started_at = 1, ended_at = 1, attempts = 1 WHERE run_id = ?",
+            run.id,
         )
         runs.append(run)
     bench.flow_function = fitting

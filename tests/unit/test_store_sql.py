@@ -8,19 +8,18 @@ import pytest
 from dramatiq_saga.store import sql
 from dramatiq_saga.store.sql import MYSQL, POSTGRESQL, SQLITE, Statements, dialect_of
 
-TEMPLATE = "{insert_ignore} {tags} (run_id, name) SELECT id, ? FROM {flow_runs} WHERE id = ?{skip_locked}{or_ignore}"
+TEMPLATE = "{insert_ignore} {tags} (run_id) SELECT id FROM {flow_runs} WHERE id = ?{skip_locked}{or_ignore}"
 
 
 @pytest.mark.parametrize(
     ("dialect", "text"),
     [
-        (SQLITE, "INSERT OR IGNORE INTO x_tags (run_id, name) SELECT id, ? FROM x_flow_runs WHERE id = ?"),
+        (SQLITE, "INSERT OR IGNORE INTO x_tags (run_id) SELECT id FROM x_flow_runs WHERE id = ?"),
         (
             POSTGRESQL,
-            "INSERT INTO x_tags (run_id, name) SELECT id, %s FROM x_flow_runs WHERE id = %s FOR UPDATE SKIP LOCKED "
-            "ON CONFLICT DO NOTHING",
+            "INSERT INTO x_tags (run_id) SELECT id FROM x_flow_runs WHERE id = %s FOR UPDATE SKIP LOCKED ON CONFLICT DO NOTHING",
         ),
-        (MYSQL, "INSERT IGNORE INTO x_tags (run_id, name) SELECT id, %s FROM x_flow_runs WHERE id = %s FOR UPDATE SKIP LOCKED"),
+        (MYSQL, "INSERT IGNORE INTO x_tags (run_id) SELECT id FROM x_flow_runs WHERE id = %s FOR UPDATE SKIP LOCKED"),
     ],
 )
 def test_a_template_is_spelled_for_its_database(dialect: str, text: str) -> None:

@@ -61,7 +61,10 @@ def test_with_repair_off_nothing_is_changed_and_everything_is_counted(make_bench
 
 
 def test_with_repair_off_and_nothing_lost_it_says_that_too(make_bench: MakeBench) -> None:
-    assert make_bench(settings=Settings()).sweep().line() == "no held run was due; repair is off (repair.enabled): nothing seems lost"
+    assert (
+        make_bench(settings=Settings()).sweep().line()
+        == "no held run was due; repair is off (repair.enabled): nothing seems lost"
+    )
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -93,7 +96,9 @@ def test_an_undo_that_nothing_will_ever_reclaim_is_counted_and_one_of_an_ended_r
         )  # fmt: skip
         runs.append(run)
     bench.write(
-        "UPDATE {flow_runs} SET status = 'cancelled', rollback = 'halted', ended_at = ? WHERE id = ?", bench.clock.now(), runs[0].id
+        "UPDATE {flow_runs} SET status = 'cancelled', rollback = 'halted', ended_at = ? WHERE id = ?",
+        bench.clock.now(),
+        runs[0].id,
     )
     bench.advance(HOUR)
     assert bench.sweep().never_reclaimed == 1

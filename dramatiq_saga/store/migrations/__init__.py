@@ -37,8 +37,17 @@ def latest() -> str:
 
 def version(database: Database, prefix: str) -> str | None:
     """The version of the tables that are there, seen on the calling thread's connection; None without tables."""
-    applied = _applied(database, prefix)
-    return max(applied)[:4] if applied else None
+    table = _table(prefix)
+    lookup = {
+        SQLITE: "SELECT name FROM sqlite_master WHERE type = 'table' AND name = ?",
+        POSTGRESQL: "SELECT to_regclass(%s)",
+        MYSQL: "SELECT table_name FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = %s",
+    }[dialect_of(database)]
+    found = database.execute_sql(lookup, (table,)).fetchall()
+    if not found or found[0][0] is None:
+        return None
+    newest: str | None = database.execute_sql(f"SELECT MAX(name) FROM {table}").fetchone()[0]
+    return None if newest is None else newest[:4]
 
 
 def migrate(database: Database, prefix: str) -> list[str]:
@@ -50,32 +59,19 @@ def migrate(database: Database, prefix: str) -> list[str]:
 
 
 def _apply(database: Database, prefix: str) -> list[str]:
-    applied = _applied(database, prefix)
-    pending = [name for name in names() if name not in applied]
-    if not pending:
-        return []
     table = _table(prefix)
+    # Before anything is read: PostgreSQL's session may still believe what it knew before it waited for its turn, that there
+    # is no such table. Creating it makes the session look again. test_twelve_processes_start_at_once
     database.execute_sql(
         f"CREATE TABLE IF NOT EXISTS {table} (name VARCHAR(191) NOT NULL PRIMARY KEY, applied_at BIGINT NOT NULL)"
     )
+    applied = {name for (name,) in database.execute_sql(f"SELECT name FROM {table}").fetchall()}
+    pending = [name for name in names() if name not in applied]
     now = SystemClock().now()
     for name in pending:
         importlib.import_module(f"{__name__}.{name}").up(database, prefix)
         database.execute_sql(f"INSERT INTO {table} (name, applied_at) VALUES ({database.param}, {database.param})", (name, now))
     return pending
-
-
-def _applied(database: Database, prefix: str) -> set[str]:
-    table = _table(prefix)
-    lookup = {
-        SQLITE: "SELECT name FROM sqlite_master WHERE type = 'table' AND name = ?",
-        POSTGRESQL: "SELECT to_regclass(%s)",
-        MYSQL: "SELECT table_name FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = %s",
-    }[dialect_of(database)]
-    found = database.execute_sql(lookup, (table,)).fetchall()
-    if not found or found[0][0] is None:
-        return set()
-    return {name for (name,) in database.execute_sql(f"SELECT name FROM {table}").fetchall()}
 
 
 @contextmanager

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from dramatiq_saga.clock import ManualClock
+from tests.support import servers
 from tests.support.brokers import DATABASE_KINDS, KINDS, Brokers
+
+
+@pytest.fixture(scope="session")
+def server_prefixes() -> Iterator[dict[str, str]]:
+    """Which prefix this session uses on which server; its tables are dropped at the end."""
+    prefixes: dict[str, str] = {}
+    yield prefixes
+    for server, prefix in prefixes.items():
+        servers.drop_tables(server, prefix)
 
 
 @pytest.fixture(params=KINDS)

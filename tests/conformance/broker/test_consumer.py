@@ -102,6 +102,24 @@ def test_an_acknowledgement_that_frees_a_slot_wakes_the_consumer(live: Any, monk
     assert waiting.result().args[0] == 1
 
 
+def test_a_message_that_arrives_during_a_reservation_is_not_forgotten(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reservation has looked already and found nothing; what is committed now must be looked for again."""
+    monkeypatch.setattr("dramatiq_saga.brokers.consumer.LOOK_ANYWAY", 30.0)
+    monkeypatch.setattr("dramatiq_saga.brokers.database.LOOK_ANYWAY", 30.0)
+    consumer = live.consume("default", timeout=60_000)
+    consumer._changed = False
+    real = live.reserve
+
+    def reserve(queue: str, limit: int) -> Any:
+        found = real(queue, limit)
+        monkeypatch.setattr(live, "reserve", real)
+        live.enqueue(message("meanwhile"))
+        return found
+
+    monkeypatch.setattr(live, "reserve", reserve)
+    assert Waiting(consumer).result().args[0] == "meanwhile"
+
+
 def test_a_consumer_that_is_closed_stops_waiting(live: Any) -> None:
     consumer = live.consume("default", timeout=60_000)
     waiting = Waiting(consumer)

@@ -195,7 +195,7 @@ def test_a_second_acknowledgement_is_harmless(broker: Any) -> None:
     assert len(rows(broker)) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"id": 99}, {"queue": "other"}, {"reserved_at": 1}, {"attempt": 7}])
+@pytest.mark.parametrize("wrong", [{"id": 10**9}, {"queue": "other"}, {"reserved_at": 1}, {"attempt": 7}])
 @pytest.mark.parametrize("verb", ["delete", "bury", "give_back", "extend"])
 def test_a_fence_that_differs_anywhere_matches_nothing(broker: Any, wrong: dict[str, Any], verb: str) -> None:
     """QUEUE-2; acceptance: wrong any of them: 0 rows."""
@@ -900,7 +900,7 @@ def hand_over(broker: Any, proxy: Any, following: Any) -> Any:
     taken = broker.store.write(lambda tx: broker.hand_over(tx, following, proxy.reservation))
     if taken is not None:
         proxy.settled = True
-        broker.taken(following, taken, proxy.lease_until)
+        broker.taken(following, taken, lease_until=proxy.lease_until)
     return taken
 
 
@@ -1003,3 +1003,40 @@ def test_endless_runs_cannot_keep_an_urgent_message_out(broker: Any) -> None:
         pytest.fail("the urgent message never got a slot")
     broker.emit_before("worker_shutdown", worker)
     broker.emit_after("worker_shutdown", worker)
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_consumers_at_work_at_once_never_get_the_same_row(brokers: Brokers) -> None:
+    """QUEUE-1, with connections that really race: SKIP LOCKED on servers, the one writer on SQLite."""
+    sending = brokers()
+    sending.declare_queue("default")
+    for number in range(120):
+        sending.enqueue(message(number, priority=number % 3))
+    crowd = [brokers() for _ in range(4)]
+    for one in crowd:
+        one.declare_queue("default")
+    got: list[int] = []
+    barrier = threading.Barrier(len(crowd))
+    failed: list[BaseException] = []
+
+    def work(broker: Any) -> None:
+        try:
+            consumer = broker.consume("default", prefetch=5, timeout=50)
+            barrier.wait()
+            while batch := take_all(consumer):
+                for proxy in batch:
+                    got.append(proxy.args[0])
+                    consumer.ack(proxy)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(broker,)) for broker in crowd]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failed == []
+    assert sorted(got) == list(range(120))
+    assert rows(sending) == []

@@ -1,0 +1,89 @@
+"""Sweeps that meet: real processes, stopped between what they have seen and what they do (DOCTOR-2, C05, C58)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.effects import EffectLog
+from tests.support.field import Field
+from tests.support.gates import Gates
+
+MakeField = Callable[..., Field]
+
+
+def stale_step(field: Field, gates: Gates) -> str:
+    """A run whose step is running past its reclaim deadline: its worker was killed, its message is lost."""
+    run = field.send("job", "gate", reclaim=3600)
+    worker = field.worker(threads=1)
+    gates.wait_reached("work-gate")
+    worker.kill()
+    gates.open("work-gate")
+    field.sql("UPDATE {action_runs} SET reclaim_stale_at = ? WHERE run_id = ?", 1, run)
+    field.sql("DELETE FROM {messages}")
+    return run
+
+
+def test_a_sweep_with_a_stale_listing_repairs_nothing(
+    make_field: MakeField, database_url: str, effects: EffectLog, gates: Gates
+) -> None:
+    """C05, DOCTOR-2: two sweeps list the same row; the first sends it, a worker finishes it, the second touches nothing."""
+    field = make_field(database_url)
+    field.settings(repair__enabled=True)
+    run = stale_step(field, gates)
+    first, second = (field.start("sweep", "--json", stop_at=gate) for gate in ("first", "second"))
+    gates.wait_reached("first")
+    gates.wait_reached("second")
+    field.worker(threads=1)
+    gates.open("first")
+    assert first.wait() == 0
+    assert '"reclaims": 1' in first.output()
+    field.wait_ended(run)
+    gates.open("second")
+    assert second.wait() == 0
+    assert '"reclaims": 0' in second.output()
+    assert '"skipped": 1' in second.output()
+    report = field.run(run)
+    assert (report.status, report.steps[0].row.status, report.steps[0].row.attempts) == ("completed", "completed", 2)
+    assert report.steps[0].repair_attempts == 1
+    assert effects.names() == ["work", "work", "work ended"]
+
+
+def test_a_sweep_that_was_beaten_to_a_row_that_is_still_stale_sends_no_second_message(
+    make_field: MakeField, database_url: str, gates: Gates
+) -> None:
+    """DOCTOR-2: the row is as stale as it was, but its repair is somebody else's already."""
+    field = make_field(database_url)
+    field.settings(repair__enabled=True)
+    run = stale_step(field, gates)
+    sweeps = [field.start("sweep", "--json", stop_at="listed") for _ in range(2)]
+    gates.wait_reached("listed", times=2)
+    gates.open("listed")
+    outputs = []
+    for sweep in sweeps:
+        assert sweep.wait() == 0
+        outputs.append(sweep.output())
+    assert sorted('"reclaims": 1' in output for output in outputs) == [False, True]
+    assert sorted('"skipped": 1' in output for output in outputs) == [False, True]
+    assert field.count("SELECT COUNT(*) FROM {messages}") == 1
+    assert field.step(run).repair_attempts == 1
+
+
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+def test_many_sweeps_at_once_send_every_lost_message_once(
+    make_field: MakeField, database_url: str, effects: EffectLog, gates: Gates
+) -> None:
+    """C58: started by cron, by hand and by a scheduler in the same second."""
+    field = make_field(database_url)
+    field.settings(repair__enabled=True, repair__grace_seconds=0)
+    runs = [field.send("job", f"step-{n}") for n in range(2)]
+    field.sql("DELETE FROM {messages}")
+    sweeps = [field.start("sweep", "--json") for _ in range(3)]
+    for sweep in sweeps:
+        assert sweep.wait() == 0
+    assert field.count("SELECT COUNT(*) FROM {messages}") == len(runs)
+    field.worker(threads=2)
+    for run in runs:
+        field.wait_ended(run)
+    assert sorted(entry["name"] for entry in effects.entries("work")) == ["step-0", "step-1"]

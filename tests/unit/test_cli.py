@@ -1,0 +1,854 @@
+"""The command line, command by command: what it prints, what it refuses, and how it ends (API, "Command line")."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dramatiq import Worker
+
+from dramatiq_saga import FlowHandle, get_flow
+from dramatiq_saga.cli import main, program
+from dramatiq_saga.cli.answer import Answer, duration, moment, relative, table
+from dramatiq_saga.errors import WriteRefusedError
+from tests.support.servers import random_name
+from tests.support.waiting import eventually
+
+SHOP = """
+import os
+import dramatiq
+from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
+from dramatiq_saga.brokers import SQLiteBroker
+
+settings = Settings.from_env(base=Settings.from_mapping({"repair": {"enabled": True, "grace_seconds": 1}}))
+broker = SQLiteBroker("shop.db")
+broker.add_middleware(SagaMiddleware(settings=settings))
+dramatiq.set_broker(broker)
+plan = {}  # actor name -> what it does
+
+def do(name, *args):
+    return plan[name](*args) if name in plan else {"by": name}
+
+@dramatiq.actor(max_retries=3, min_backoff=600_000, max_backoff=600_000)
+def charge(order): return do("charge", order)
+
+@dramatiq.actor(max_retries=0)
+def refund(order): return do("refund", order)
+
+@dramatiq.actor(max_retries=0)
+def mail(order): return do("mail", order)
+
+@dramatiq.actor(max_retries=3, min_backoff=600_000, max_backoff=600_000)
+def ship(order): return do("ship", order)
+
+@workflow(tags={"team": "shop"})
+def checkout(flow: Flow, order: str, express: bool = False):
+    flow.action(charge, order).compensate_with(refund, order).run()
+    flow.run(mail, order)
+    flow.run(ship, order)
+    return {"order": order}
+
+@workflow
+def restock(flow: Flow): flow.run(mail, "all")
+"""
+
+
+@dataclass
+class Output:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.out)
+
+
+class Shop:
+    """The application, and the program run on it."""
+
+    def __init__(self, name: str, directory: Path, capture: pytest.CaptureFixture[str]) -> None:
+        self.name = name
+        self.directory = directory
+        self._capture = capture
+
+    def __call__(self, *arguments: str) -> Output:
+        """The program with ``--app``."""
+        return self.plainly("--app", self.name, *arguments)
+
+    def plainly(self, *arguments: str) -> Output:
+        """The program with these arguments and no others."""
+        self._capture.readouterr()
+        status = main(arguments)
+        captured = self._capture.readouterr()
+        assert "Traceback" not in captured.err
+        return Output(status, captured.out, captured.err)
+
+    def write(self, code: str, name: str | None = None) -> str:
+        """A module beside the application; its name."""
+        name = name or random_name()
+        (self.directory / f"{name}.py").write_text(code, encoding="utf-8")
+        return name
+
+    @property
+    def module(self) -> Any:
+        return sys.modules[self.name]
+
+    def start(self, order: str = "order-42", *more: str) -> FlowHandle[Any]:
+        """Start a run as an operator would."""
+        sent = self("send", "checkout", "--args", json.dumps([order]), *more)
+        assert sent.status == 0, sent.err
+        return get_flow(sent.out.strip(), broker=self.module.broker)
+
+    def plan(self, **bodies: Callable[..., Any]) -> None:
+        self.module.plan.update(bodies)
+
+    def work_until(self, fact: Callable[[], Any]) -> None:
+        worker = Worker(self.module.broker, worker_timeout=10, worker_threads=1)
+        worker.start()
+        try:
+            eventually(fact)
+        finally:
+            worker.stop()
+
+    def failed_once(self) -> FlowHandle[Any]:
+        """A run whose third step has failed once and waits for its next try."""
+        run = self.start()
+        self.plan(ship=fail)
+        self.work_until(
+            lambda: len(run.actions()) == 3 and run.actions()[2].next_try_at and run.actions()[2].status == "failed"
+        )
+        return run
+
+    def sql(self, text: str, *parameters: Any) -> list[Any]:
+        """Rows read or changed behind everybody's back."""
+        connection = sqlite3.connect(self.directory / "shop.db")
+        try:
+            with connection:
+                return connection.execute(text, parameters).fetchall()
+        finally:
+            connection.close()
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("no \x1b[31mtruck\u202e")
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shop]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DRAMATIQ_SAGA_APP", raising=False)
+    made = Shop(random_name(), tmp_path, capsys)
+    made.write(SHOP, made.name)
+    path, modules = list(sys.path), set(sys.modules)
+    yield made
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", "") and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def settings(shop: Shop, monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
+    for key, value in values.items():
+        monkeypatch.setenv("DRAMATIQ_SAGA__" + key.upper().replace(".", "__"), value)
+
+
+# --- finding the application -----------------------------------------------------------------------------------------
+
+
+def test_without_an_application_or_a_database_it_asks_for_one(shop: Shop) -> None:
+    done = shop.plainly("list")
+    assert done.status == 2
+    assert "--app MODULE" in done.err
+    assert "--database URL" in done.err
+
+
+def test_the_environment_names_the_application(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAMATIQ_SAGA_APP", shop.name)
+    assert shop.plainly("list").out == "there are no runs\n"
+
+
+def test_a_database_is_chosen_before_the_application_of_the_environment(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAMATIQ_SAGA_APP", "nothing_of_this_name")
+    assert shop("init").status == 0
+    assert shop.plainly("--database", "shop.db", "list").status == 0
+
+
+def test_application_and_database_together_are_refused(shop: Shop) -> None:
+    assert shop("--database", "shop.db", "list").status == 2
+
+
+def test_common_options_may_stand_before_or_after_the_command(shop: Shop) -> None:
+    run = shop.start()
+    before = shop.plainly("--app", shop.name, "--json", "show", run.id).value
+    after = shop.plainly("show", run.id, "--json", "--app", shop.name).value
+    assert before == after
+
+
+def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(shop: Shop) -> None:
+    done = shop.plainly("--app", "no_such_shop", "list")
+    assert done.status == 1
+    assert "no_such_shop" in done.err
+    assert str(shop.directory) in done.err
+
+
+def test_a_module_that_breaks_is_named_with_its_line(shop: Shop) -> None:
+    name = shop.write("import os\nraise KeyError('SHOP_URL')\n")
+    done = shop.plainly("--app", name, "list")
+    assert done.status == 1
+    assert "KeyError: 'SHOP_URL'" in done.err
+    assert f"{name}.py, line 2" in done.err
+
+
+def test_a_module_whose_own_import_is_missing_is_told_from_a_missing_module(shop: Shop) -> None:
+    name = shop.write("import not_installed_here\n")
+    done = shop.plainly("--app", name, "list")
+    assert done.status == 1
+    assert f"module '{name}' cannot be imported: No module named 'not_installed_here'" in done.err
+
+
+def test_a_module_without_a_broker_does_not_get_one_made_up(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dramatiq itself would fall back to RabbitMQ on this machine."""
+    monkeypatch.setattr("dramatiq.broker.global_broker", None)
+    name = shop.write("x = 1\n")
+    done = shop.plainly("--app", name, "list")
+    assert (done.status, done.out) == (1, "")
+    assert "dramatiq.set_broker(broker)" in done.err
+
+
+TWO = """
+from dramatiq.brokers.stub import StubBroker
+from dramatiq_saga import SagaMiddleware
+from dramatiq_saga.brokers import SQLiteBroker
+one, two, plain = SQLiteBroker("one.db"), SQLiteBroker("two.db"), StubBroker()
+one.add_middleware(SagaMiddleware())
+two.add_middleware(SagaMiddleware())
+def make():
+    import dramatiq
+    dramatiq.set_broker(two)
+"""
+
+
+def test_a_module_with_several_brokers_asks_which_one(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dramatiq.broker.global_broker", None)
+    name = shop.write(TWO)
+    done = shop.plainly("--app", name, "list")
+    assert done.status == 1
+    assert f"--app {name}:one or --app {name}:two" in done.err
+    assert "plain" not in done.err
+    assert shop.plainly("--app", f"{name}:one", "list").status == 0
+    assert shop.plainly("--app", f"{name}:make", "list").status == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("three", "has no 'three'"), ("TWO", "has no"), ("plain", "SagaMiddleware"), ("__name__", "no broker but str")],
+)
+def test_a_name_that_is_no_broker_for_sagas_is_refused(shop: Shop, path: str, words: str) -> None:
+    done = shop.plainly("--app", f"{shop.write(TWO)}:{path}", "list")
+    assert done.status == 1
+    assert words in done.err
+
+
+def test_a_global_broker_without_the_middleware_points_to_the_one_that_has_it(shop: Shop) -> None:
+    name = shop.write(TWO + "import dramatiq\ndramatiq.set_broker(plain)\n")
+    done = shop.plainly("--app", name, "list")
+    assert done.status == 1
+    assert "StubBroker) has no SagaMiddleware" in done.err
+    assert f"--app {name}:one or --app {name}:two" in done.err
+
+
+# --- a database alone ------------------------------------------------------------------------------------------------
+
+
+def test_a_database_is_enough_to_look(shop: Shop) -> None:
+    run = shop.start()
+    database = f"sqlite:///{shop.directory}/shop.db"
+    for command in (["list"], ["show", run.id, "--events"], ["queues"]):
+        done = shop.plainly("--database", database, *command)
+        assert (done.status, done.err) == (0, "")
+        assert done.out == shop(*command).out or command[0] in ("show", "list")  # those tell how long ago
+    assert run.id in shop.plainly("--database", database, "list").out
+
+
+@pytest.mark.parametrize(
+    "command", [["kick", "x"], ["send", "checkout"], ["sweep"], ["cancel", "x", "--keep"], ["resume-rollback", "x"]]
+)
+def test_a_database_is_not_enough_to_act(shop: Shop, command: list[str]) -> None:
+    shop("init")
+    done = shop.plainly("--database", "shop.db", *command)
+    assert done.status == 1
+    assert "needs the application" in done.err
+    assert "--app" in done.err
+
+
+@pytest.mark.parametrize("command", [["list"], ["show", "x"], ["queues"]])
+def test_looking_at_a_file_that_is_not_there_does_not_create_it(shop: Shop, command: list[str]) -> None:
+    done = shop.plainly("--database", "shpo.db", *command)
+    assert done.status == 1
+    assert "there is no file shpo.db" in done.err
+    assert not (shop.directory / "shpo.db").exists()
+
+
+def test_a_database_without_tables_is_told_and_init_mends_it(shop: Shop) -> None:
+    sqlite3.connect("empty.db").close()
+    done = shop.plainly("--database", "empty.db", "list")
+    assert done.status == 1
+    assert "`dramatiq-saga init`" in done.err
+    assert shop.plainly("--database", "empty.db", "init").out.startswith("migrated: 0001")
+    assert shop.plainly("--database", "empty.db", "list").out == "there are no runs\n"
+
+
+def test_the_environment_tells_the_table_prefix_of_a_database(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(shop, monkeypatch, {"schema.table_prefix": "other_"})
+    assert shop.plainly("--database", "new.db", "init", "--json").value["version"] == "0001"
+    connection = sqlite3.connect("new.db")
+    names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    connection.close()
+    assert "other_flow_runs" in names
+    assert not any(name.startswith("saga_") for name in names)
+
+
+@pytest.mark.parametrize("url", ["redis://localhost/0", "mysql://nowhere", "no/such/directory/x.db"])
+def test_an_address_that_cannot_be_is_refused_without_a_traceback(shop: Shop, url: str) -> None:
+    done = shop.plainly("--database", url, "init")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("dramatiq-saga: ")
+
+
+# --- init and sweep --------------------------------------------------------------------------------------------------
+
+
+def test_init_is_safe_to_repeat(shop: Shop) -> None:
+    assert shop("init").out == "migrated: 0001_initial; the tables are at version 0001\n"
+    assert shop("init").out == "nothing to do: the tables are at version 0001\n"
+    assert shop("init", "--json").value == {"applied": [], "version": "0001"}
+
+
+def test_a_sweep_prints_one_line_of_counts(shop: Shop) -> None:
+    run = shop.start()
+    assert shop("sweep").out == "sweep: no held run was due; repair: nothing was lost\n"
+    shop.sql("DELETE FROM saga_messages")
+    shop.sql("UPDATE saga_flow_runs SET woken_at = woken_at - 60000")
+    assert shop("sweep").out == "sweep: no held run was due; repair: 1 driven (runs)\n"
+    shop.work_until(lambda: run.status == "completed")
+
+
+def test_a_sweep_without_repair_says_so(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DOCTOR-1: a sweep says when repair is off, and counts what nothing will pick up; exit 0, whatever it found."""
+    settings(shop, monkeypatch, {"repair.enabled": "off"})
+    shop.start()
+    shop.sql("UPDATE saga_flow_runs SET woken_at = 1")
+    done = shop("sweep")
+    assert done.status == 0
+    assert done.out == (
+        "sweep: no held run was due; repair is off (repair.enabled): nothing will pick up what is lost: 1 not driven\n"
+    )
+    assert shop("sweep", "--json").value["unrepaired"] == {"R1": 0, "R2": 1, "R3": 0}
+
+
+def test_a_store_that_refuses_ends_a_sweep_with_a_clear_line(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.start()
+
+    def refuse(*_: Any) -> Any:
+        raise WriteRefusedError("the database refused the write: database is locked", sqlite_errorcode=5)
+
+    monkeypatch.setattr("dramatiq_saga.operations.sweep", refuse)
+    done = shop("sweep")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == "dramatiq-saga: the database refused the write: database is locked\n"
+
+
+# --- send ------------------------------------------------------------------------------------------------------------
+
+
+def test_send_prints_the_id_and_nothing_else(shop: Shop) -> None:
+    done = shop("send", "checkout", "--args", '["order-42"]', "--kwargs", '{"express": true}')
+    assert (done.status, done.err) == (0, "")
+    (run_id,) = done.lines
+    assert shop("show", run_id, "--json").value["args"] == '[["order-42"],{"express":true}]'
+
+
+def test_a_second_run_with_an_id_is_not_started_and_the_note_goes_to_stderr(shop: Shop) -> None:
+    first, second = (shop("send", "checkout", "--args", '["a"]', "--run-id", "mine") for _ in range(2))
+    assert (first.out, first.err) == ("mine\n", "")
+    assert (second.status, second.out) == (0, "mine\n")
+    assert "nothing was started" in second.err
+    other = shop("send", "checkout", "--args", '["b"]', "--run-id", "mine")
+    assert other.status == 1
+    assert "is taken" in other.err
+    assert shop("send", "checkout", "--args", '["a"]', "--run-id", "mine", "--json").value == {
+        "run_id": "mine", "workflow": "checkout", "started": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--args", "order-42"], "--args is not JSON"),
+        (["--args", '{"order": 1}'], "--args takes an array, not an object"),
+        (["--args", '"order-42"'], "--args takes an array, not a string"),
+        (["--kwargs", "[1]"], "--kwargs takes an object, not an array"),
+        (["--args", "null"], "not null"),
+        (["--args", "[1, 2, 3]"], "its signature is checkout(order: str"),
+        ([], "missing a required argument: 'order'"),
+        (["--args", '["a"]', "--kwargs", '{"colour": 1}'], "colour"),
+        (["--args", '["a"]', "--run-id", "x" * 200], "128"),
+        (["--args", "[NaN]"], "cannot be stored"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: Shop, arguments: list[str], words: str) -> None:
+    done = shop("send", "checkout", *arguments)
+    assert (done.status, done.out) == (1, "")
+    assert words in done.err
+
+
+def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
+    assert "did you mean checkout?" in shop("send", "chekout").err
+    assert "it declares checkout, restock" in shop("send", "xyz").err
+    assert shop("send", "charge").status == 1  # an actor is no workflow
+    name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
+                      "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip
+    assert "declares none" in shop.plainly("--app", f"{name}:b", "send", "checkout").err
+
+
+# --- list ------------------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_the_newest_first_and_narrows(shop: Shop) -> None:
+    one, two = shop.start("one"), shop.start("two")
+    assert shop("send", "restock").status == 0
+    two.tag("customer", 42)
+    assert [line.split()[1] for line in shop("list").lines] == ["workflow", "restock", "checkout", "checkout"]
+    assert [run["run_id"] for run in shop("list", "--workflow", "checkout", "--json").value] == [two.id, one.id]
+    assert [run["run_id"] for run in shop("list", "--tag", "customer=42", "--tag", "team=shop", "--json").value] == [two.id]
+    assert shop("list", "--tag", "customer=43").out == "no runs match\n"
+    assert shop("list", "--status", "failed").out == "no runs match\n"
+    one.cancel("by hand")
+    (cancelled,) = shop("list", "--status", "cancelled", "--status", "failed", "--json").value
+    assert (cancelled["run_id"], cancelled["reason"], cancelled["tags"]) == (one.id, "by hand", {"team": "shop"})
+    assert cancelled["ended_at"].endswith("Z")
+
+
+def test_a_list_that_is_cut_says_so(shop: Shop) -> None:
+    for _ in range(3):
+        shop.start()
+    done = shop("list", "--limit", "2")
+    assert len(done.lines) == 4
+    assert done.lines[-1] == "(the newest 2; --limit shows more)"
+    assert "(" not in shop("list", "--limit", "4").out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--status", "nope"], ["--limit", "0"], ["--limit", "x"], ["--tag", "novalue"], ["extra"]]
+)
+def test_bad_usage_ends_with_2(shop: Shop, arguments: list[str]) -> None:
+    done = shop("list", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert "usage: " in done.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["frobnicate"], ["show"], ["cancel", "x", "--keep", "--compensate"], ["queues", "frob"]]
+)
+def test_what_is_no_command_ends_with_2(shop: Shop, arguments: list[str]) -> None:
+    assert shop(*arguments).status == 2
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def test_show_says_which_try_is_next_and_when(shop: Shop) -> None:
+    """NATIVE-6."""
+    run = shop.failed_once()
+    step = run.actions()[2]
+    assert step.next_try_at is not None
+    shown = shop("show", run.id).out
+    assert f"   3  ship    failed: 1 try so far; next is try 2 of 4 at {moment(step.next_try_at)} (in " in shown
+    value = shop("show", run.id, "--json").value["steps"][2]
+    assert value["next_try"] == {"number": 2, "of": 4, "at": moment(step.next_try_at).replace(" ", "T")}
+    assert "test_cli.py" in value["error"]["traceback"]
+    # a database alone does not know the actor's tries, and does not guess
+    assert "next is try 2 at" in shop.plainly("--database", "shop.db", "show", run.id).out
+
+
+def test_show_tells_a_run_that_waits_for_its_first_drive(shop: Shop) -> None:
+    run = shop.start()
+    assert "waits for  a worker to start it" in shop("show", run.id).out
+
+
+def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
+    run = shop.failed_once()
+    shop.sql("UPDATE saga_action_runs SET status = 'pending', repair_attempts = 2 WHERE sequence = 3")
+    assert (
+        "pending: next is try 2 of 4, as soon as a worker takes it; sent again 2 times by the doctor"
+        in shop("show", run.id).out
+    )
+    shop.sql("UPDATE saga_action_runs SET status = 'running', worker_id = 'w-1', attempts = 2 WHERE sequence = 3")
+    running = shop("show", run.id).out
+    assert "running: try 2 of 4 since " in running
+    assert "and nothing will ever reclaim it (reclaim is off for it)" in running
+    assert "worker w-1, claim 2" in running
+    shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 9999999999999 WHERE sequence = 3")
+    assert "may be claimed again at 2286-11-20 17:46:39.999Z (in " in shop("show", run.id).out
+    shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 1 WHERE sequence = 3")
+    assert "may be claimed again since 1970-01-01 00:00:00.001Z" in shop("show", run.id).out
+
+
+def test_show_tells_a_rollback_beside_the_steps_that_it_undoes(shop: Shop) -> None:
+    shop.start()
+    shop.plan(mail=fail)
+    run = shop.start()
+    shop.work_until(lambda: run.status == "failed")
+    shown = shop("show", run.id).out
+    assert "status     failed" in shown
+    assert "error      step 2 (mail) failed: ValueError: no " in shown
+    assert "rollback   done" in shown
+    assert "      undo by refund: completed at " in shown
+    assert "   2  mail    failed for good after 1 try at " in shown
+    assert shop("list", "--status", "failed").lines[1].split()[2:4] == ["failed", "(undone)"]
+
+
+def test_show_tells_a_halted_rollback_and_what_was_not_undone(shop: Shop) -> None:
+    run = shop.start()
+    shop.plan(mail=fail, refund=fail)
+    shop.work_until(lambda: run.status == "failed")
+    shown = shop("show", run.id).out
+    assert "rollback   halted: what follows the failed undo was not undone" in shown
+    assert "undo by refund: failed for good after 1 try" in shown
+    assert "(undoing halted)" in shop("list").out
+
+
+def test_show_tells_what_holds_a_run(shop: Shop) -> None:
+    """HISTORY-1."""
+    run = shop.failed_once()
+    error = json.dumps({"type": "dramatiq_saga.errors.HistoryMismatchError", "bases": [], "message": "does not fit"})
+    shop.sql(
+        "UPDATE saga_flow_runs SET status = 'waiting', hold_error = ?, hold_count = 3, hold_until = 9999999999999, wakes = 9",
+        error,
+    )
+    shown = shop("show", run.id).out
+    assert "held       HistoryMismatchError: does not fit" in shown
+    assert "held 3 times; a sweep drives it again at 2286-11-20 17:46:39.999Z" in shown
+    assert "waiting (held)" in shop("list").out
+
+
+def test_stored_text_cannot_move_the_terminal(shop: Shop) -> None:
+    """C70: control characters and directional overrides become visible, in every command and in JSON."""
+    run = shop.failed_once()
+    run.tag("note\x07", "a\x1b]0;title\x07b\u202ec")
+    assert run.cancel("evil \x1b[2J reason\r\n")
+    shop.sql("UPDATE saga_messages SET state = 3, died_at = 1, lease_until = NULL, reason = ?", "bad \x1b[31m reason")
+    outputs = [
+        shop(*command) for command in
+        (["show", run.id, "--events"], ["list"], ["queues"], ["show", run.id, "--json"], ["list", "--json"], ["queues", "--json"])
+    ]  # fmt: skip
+    for output in outputs:
+        assert output.status == 0
+        assert not any((ord(character) < 32 and character != "\n") or 127 <= ord(character) < 160 for character in output.out)
+        assert "\u202e" not in output.out
+    assert r"no \x1b[31mtruck\u202e" in outputs[0].out
+    assert r"evil \x1b[2J reason\x0d\x0a" in outputs[0].out
+    assert outputs[3].value["tags"]["note\x07"] == "a\x1b]0;title\x07b\u202ec"  # nothing is lost to machines
+
+
+def test_a_run_id_from_the_command_line_cannot_move_the_terminal_either(shop: Shop) -> None:
+    done = shop("show", "\x1b[31mred")
+    assert done.status == 1
+    assert "\x1b" not in done.err
+
+
+def test_events_are_shown_when_asked_for(shop: Shop) -> None:
+    run = shop.failed_once()
+    assert "action.started" not in shop("show", run.id).out
+    lines = shop("show", run.id, "--events").lines
+    head = next(n for n, line in enumerate(lines) if line.startswith("at "))
+    assert [line.split()[2] for line in lines[head + 1 :]] == [event.type for event in run.events()]
+    assert [event["type"] for event in shop("show", run.id, "--events", "--json").value["events"]] == [
+        event.type for event in run.events()
+    ]
+
+
+def test_payloads_are_not_shown_where_they_are_not_to_be_stored_in_the_history(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SAFE-2."""
+    settings(shop, monkeypatch, {"history.store_payloads": "off"})
+    run = shop.start("secret-order")
+    shop.work_until(lambda: run.status == "completed")
+    for output in (
+        shop("show", run.id, "--events"),
+        shop("show", run.id, "--json"),
+        shop.plainly("--database", "shop.db", "show", run.id),
+    ):
+        assert "secret-order" not in output.out
+
+
+def test_long_payloads_are_cut(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SAFE-2: at history.max_payload_preview_length."""
+    settings(shop, monkeypatch, {"history.max_payload_preview_length": "40"})
+    run = shop.start("x" * 500)
+    assert len(shop("show", run.id, "--json").value["args"]) == 40
+
+
+def test_a_run_that_is_not_there_is_said_to_be_missing(shop: Shop) -> None:
+    for command in (["show"], ["kick"], ["cancel"], ["cancel", "--keep"], ["cancel", "--compensate"], ["resume-rollback"]):
+        done = shop(*command, "nobody")
+        assert (done.status, done.out) == (1, "")
+        assert "no run has the id 'nobody'" in done.err
+
+
+# --- cancel ----------------------------------------------------------------------------------------------------------
+
+
+def test_cancel_asks_what_becomes_of_the_work(shop: Shop) -> None:
+    """API: it says what would stand; one of the two is required when work would."""
+    run = shop.failed_once()
+    done = shop("cancel", run.id)
+    assert (done.status, done.out) == (1, "")
+    assert "has done work that would stand" in done.err
+    assert "1  charge  completed  undone by refund" in done.err
+    assert "2  mail    completed  nothing undoes it" in done.err
+    assert "--compensate" in done.err
+    assert "--keep" in done.err
+    assert run.status == "running"
+
+
+def test_cancel_needs_no_choice_where_no_work_would_stand(shop: Shop) -> None:
+    run = shop.start()
+    assert shop("cancel", run.id, "--reason", "a mistake").out == f"run {run.id} is cancelled\n"
+    assert "reason     a mistake" in shop("show", run.id).out
+    again = shop("cancel", run.id)
+    assert (again.status, again.out) == (0, f"run {run.id} is cancelled, and was before\n")  # COMP-9: twice is harmless
+
+
+def test_cancel_keep_leaves_the_work_and_says_so(shop: Shop) -> None:
+    run = shop.failed_once()
+    done = shop("cancel", run.id, "--keep")
+    assert done.lines == [f"run {run.id} is cancelled", "this work stands:", "  1  charge", "  2  mail"]
+    assert (run.status, run.rollback) == ("cancelled", "none")
+    assert "not undone: refund was never sent" in shop("show", run.id).out
+    late = shop("cancel", run.id, "--compensate")
+    assert late.status == 1
+    assert "cancelled before without undoing anything" in late.err
+
+
+def test_cancel_compensate_says_what_is_undone_and_what_stands(shop: Shop) -> None:
+    run = shop.failed_once()
+    done = shop("cancel", run.id, "--compensate", "--json")
+    assert (done.value["status"], done.value["changed"]) == ("rolling_back", True)
+    assert done.value["undone"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert [step["sequence"] for step in done.value["stands"]] == [2]
+    again = shop("cancel", run.id, "--compensate")
+    assert again.lines[0] == f"run {run.id} is rolling back, and was before; it will end as cancelled"
+    refused = shop("cancel", run.id, "--keep")
+    assert refused.status == 1
+    assert "a cancel never interrupts a rollback" in refused.err
+    shop.work_until(lambda: run.status == "cancelled")
+    assert shop("cancel", run.id, "--compensate").lines[:2] == [f"run {run.id} is cancelled, and was before", "undone:"]
+
+
+def test_a_step_that_is_at_work_counts_as_work(shop: Shop) -> None:
+    run = shop.failed_once()
+    shop.sql("UPDATE saga_action_runs SET status = 'running', attempts = 2 WHERE sequence = 3")
+    assert "3  ship    running    is at work: its outcome would be refused" in shop("cancel", run.id).err
+    done = shop("cancel", run.id, "--keep")
+    assert "  3  ship (was at work: whatever it has done stands, its outcome will be refused)" in done.lines
+    assert "cancelled at " in shop("show", run.id).out
+
+
+def test_a_run_that_ended_otherwise_cannot_be_cancelled(shop: Shop) -> None:
+    """STATUS-3, C29: a definite answer, with where the run is."""
+    run = shop.start()
+    shop.work_until(lambda: run.status == "completed")
+    for option in ("--keep", "--compensate"):
+        done = shop("cancel", run.id, option)
+        assert done.status == 1
+        assert "it is completed" in done.err
+
+
+# --- kick and resume-rollback ----------------------------------------------------------------------------------------
+
+
+def test_kick_says_what_it_did(shop: Shop) -> None:
+    """KICK-1."""
+    run = shop.failed_once()
+    done = shop("kick", run.id)
+    assert done.lines == [
+        f"run {run.id} of checkout is running: sent to be driven again, with new repairs for it and for what it is parked on",
+        "  step 3 (ship, failed): sent again",
+    ]
+    shop.sql("UPDATE saga_action_runs SET status = 'running' WHERE sequence = 3")
+    left = shop("kick", run.id)
+    assert "  step 3 (ship, running): left alone: it is running, and nothing says when its worker may be given up" in left.out
+    value = shop("kick", run.id, "--json").value
+    assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
+
+
+def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> None:
+    run = shop.start()
+    run.cancel()
+    done = shop("kick", run.id)
+    assert done.status == 0
+    assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
+
+
+def test_resume_rollback_refuses_politely(shop: Shop) -> None:
+    run = shop.start()
+    done = shop("resume-rollback", run.id)
+    assert (done.status, done.out) == (1, "")
+    assert "not part of this version" in done.err
+
+
+# --- queues ----------------------------------------------------------------------------------------------------------
+
+
+def dead(shop: Shop) -> FlowHandle[Any]:
+    """A run that failed: its step's message is a dead letter."""
+    run = shop.start()
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.status == "failed" and shop.sql("SELECT id FROM saga_messages WHERE state = 3"))
+    return run
+
+
+def test_queues_shows_depths_and_dead_letters(shop: Shop) -> None:
+    assert shop("queues").out == "all queues are empty\n"
+    run = dead(shop)
+    shop.start()
+    lines = shop("queues").lines
+    assert lines[0].split() == ["queue", "ready", "delayed", "reserved", "dead"]
+    assert lines[1].split() == ["default", "1", "0", "0", "1"]
+    assert run.id in lines[4]
+    assert "ValueError: no" in lines[4]
+    value = shop("queues", "--json").value
+    assert value["queues"] == [{"queue": "default", "ready": 1, "delayed": 0, "reserved": 0, "dead": 1}]
+    assert value["dead_letters"][0]["run_id"] == run.id
+
+
+def test_a_dead_letter_is_requeued_by_number_or_message_id(shop: Shop) -> None:
+    dead(shop)
+    ((number, message_id),) = shop.sql("SELECT id, message_id FROM saga_messages WHERE state = 3")
+    assert (
+        shop("queues", "requeue", str(number)).out
+        == f"dead letter {number} (mail) is on queue default again, its tries renewed\n"
+    )
+    assert shop("queues", "requeue", str(number)).status == 1
+    shop.sql("UPDATE saga_messages SET state = 3, died_at = 1")
+    assert shop("queues", "requeue", message_id, "--json").value["number"] == number
+    done = shop("queues", "requeue", "no-such-message")
+    assert done.status == 1
+    assert "there is no dead letter 'no-such-message'" in done.err
+
+
+def test_a_message_id_that_several_dead_letters_carry_names_none(shop: Shop) -> None:
+    dead(shop)
+    others = ", ".join(column for column in columns(shop) if column != "id")
+    shop.sql(f"INSERT INTO saga_messages (id, {others}) SELECT id + 1000, {others} FROM saga_messages")
+    message_id = shop.sql("SELECT message_id FROM saga_messages LIMIT 1")[0][0]
+    done = shop("queues", "requeue", message_id)
+    assert done.status == 1
+    assert "2 dead letters carry the message id" in done.err
+
+
+def columns(shop: Shop) -> list[str]:
+    return [row[1] for row in shop.sql("PRAGMA table_info(saga_messages)")]
+
+
+def test_purge_deletes_dead_letters_and_nothing_else(shop: Shop) -> None:
+    dead(shop)
+    shop.start()
+    assert shop("queues", "purge", "other").out == "0 dead letters of queue other deleted\n"
+    assert shop("queues", "purge", "default").out == "1 dead letter of queue default deleted\n"
+    assert shop.sql("SELECT state FROM saga_messages") == [(0,)]
+
+
+def test_the_queues_of_another_broker_are_not_shown_as_empty(shop: Shop) -> None:
+    """QUEUE-5: a host's own broker is never replaced, and not mistaken for an empty one."""
+    name = shop.write(
+        "from dramatiq.brokers.stub import StubBroker\nfrom dramatiq_saga import SagaMiddleware\n"
+        "b = StubBroker()\nb.add_middleware(SagaMiddleware('shop.db'))\n"
+    )
+    done = shop.plainly("--app", f"{name}:b", "queues")
+    assert done.status == 1
+    assert "the queues are kept by StubBroker" in done.err
+
+
+# --- the program itself ----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_enough_is_no_error(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: str) -> None:
+        raise BrokenPipeError
+
+    shop.start()
+    monkeypatch.setattr(program, "_print", closed)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    assert shop("list").status == 0
+
+
+def test_a_defect_is_not_dressed_up_as_a_refusal(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("dramatiq_saga.operations.Operator.list_runs", defect)
+    with pytest.raises(ZeroDivisionError):
+        shop("list")
+
+
+def test_a_broker_that_does_not_answer_is_told_without_a_traceback(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError("no route")
+
+    monkeypatch.setattr("dramatiq_saga.operations.Operator.kick", down)
+    done = shop("kick", "x")
+    assert (done.status, done.err) == (1, "dramatiq-saga: the broker does not answer: ConnectionRefusedError: no route\n")
+
+
+def test_the_version_is_printed(shop: Shop) -> None:
+    done = shop.plainly("--version")
+    assert done.status == 0
+    assert done.out.startswith("dramatiq-saga ")
+
+
+# --- how things are written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (-5, "0 ms"), (0, "0 ms"), (999, "999 ms"), (1000, "1.0 s"), (59_940, "59.9 s"), (60_000, "1 min"), (200_000, "3 min 20 s"),
+        (3_600_000, "1 h"), (7_500_000, "2 h 5 min"), (86_400_000, "1 d"), (349_200_000, "4 d 1 h"),
+    ],
+)  # fmt: skip
+def test_durations_are_written_for_people_and_never_negative(ms: int, text: str) -> None:
+    """C52."""
+    assert duration(ms) == text
+
+
+def test_moments_are_written_in_utc_and_say_so() -> None:
+    assert moment(1_772_366_400_250) == "2026-03-01 12:00:00.250Z"
+    assert moment(None) == ""
+    assert relative(10_000, 4_000) == "in 6.0 s"
+    assert relative(4_000, 10_000) == "6.0 s ago"
+
+
+def test_tables_align_and_numbers_stand_on_the_right() -> None:
+    assert table(("a", "count"), [("xyz", 5), ("é\x1b", 1000)]) == ["a      count", "xyz        5", "é\\x1b   1000"]
+
+
+def test_json_is_ascii_that_no_terminal_acts_on() -> None:
+    text = Answer({"a": "\x1b\x7f\x9b\u202e"}).json()
+    assert text.isascii()
+    assert text.isprintable()
+    assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}

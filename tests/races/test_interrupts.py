@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from linecache import getline
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -44,8 +45,6 @@ class Line:
         self.middleware = SagaMiddleware(settings=Settings())
         self.broker.add_middleware(self.middleware)
         self.ran: list[str] = []
-        self.finished: list[str] = []
-        self.in_body = False
         self.trouble: set[str] = set()
         self._declare()
         self.store = self.broker.store
@@ -65,13 +64,9 @@ class Line:
     def _declare(self) -> None:
         def actor(name: str, **options: Any) -> Any:
             def body(order: str) -> str:
-                self.in_body = True
                 self.ran.append(name)
                 if name in self.trouble:
-                    self.in_body = False
                     raise ValueError(f"{name} failed")
-                self.finished.append(name)
-                self.in_body = False
                 return name
 
             body.__name__ = name
@@ -90,7 +85,6 @@ class Line:
     def start(self) -> str:
         """A fresh run; what the last one did is forgotten."""
         self.ran.clear()
-        self.finished.clear()
         self.trouble.clear()
         return str(self.checkout.send("42").id)
 
@@ -110,7 +104,8 @@ class Line:
             if row[0] is None:
                 return None
             self.clock.advance(max(0, row[0] - self.clock.now()) / 1000 + 0.001)
-        raise AssertionError("what is queued does not become due")
+        rows = self.store.read(lambda tx: tx.all("SELECT state, available_at, lease_until, actor, message FROM {messages}"))
+        raise AssertionError(f"what is queued does not become due at {self.clock.now()}: {rows}")
 
     def take(self, kind: str, actor: str | None = None) -> Any:
         """Work off what comes before the next message of that kind, and return it unprocessed."""
@@ -137,6 +132,13 @@ class Line:
         row = self.store.read(lambda tx: tx.one(sql, params))
         assert row is not None
         return row
+
+    @property
+    def in_body(self) -> bool:
+        """Whether the step's body is running: then an interrupt is meant for it."""
+        delivery = self.middleware._local.delivery
+        body = delivery.body if delivery is not None else None
+        return body is not None and body.started and not body.returned and body.error is None
 
     def is_armed(self, kind: type[Interrupt]) -> bool:
         """Whether Dramatiq could raise that interrupt in this thread now."""
@@ -193,7 +195,8 @@ class Places:
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_globals.get("__name__", "").startswith("dramatiq_saga"):
             return None
-        if event == "line":
+        # On its way out of a `with`, Python closes the context without a place for an interrupt in between.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             self._count(frame, event)
         return self._trace
 
@@ -230,6 +233,9 @@ def survive(line: Line, prepare: Callable[[], Any], check: Callable[[str], None]
         check(f"{kind.__name__} at place {place}: {places.where}")
         sys.setprofile(None)
 
+
+# One that lands in a finaliser is lost on Python itself, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 KINDS = pytest.mark.parametrize("kind", [TimeLimitExceeded, Shutdown])
 
@@ -271,7 +277,6 @@ def test_an_interrupt_in_a_body_ends_that_try_alone(line: Line, kind: type[Inter
         return line.take("step", "charge")
 
     def check(where: str) -> None:
-        line.in_body = False
         interrupted = where != "uninterrupted"
         expected = ("failed", 1) if kind is TimeLimitExceeded else ("pending", 0)
         row = line.one("SELECT status, tries FROM {action_runs} WHERE run_id = ? AND sequence = 2", *run)
@@ -282,20 +287,17 @@ def test_an_interrupt_in_a_body_ends_that_try_alone(line: Line, kind: type[Inter
         assert line.one("SELECT COUNT(*) FROM {messages}") == (0,), where
 
     def body(order: str) -> str:
-        line.in_body = True
         line.ran.append("charge")
         for _ in range(12):
             os.getpid()
-        line.in_body = False
         return "charge"
 
-    line.broker.actors["charge"].fn.__wrapped__ = body
     charge = line.broker.actors["charge"]
     perform = line.middleware.runner(line.broker).perform
     line.middleware.runner(line.broker).perform = (  # type: ignore[method-assign]
         lambda delivery, fn: perform(delivery, body if delivery.actor == charge.actor_name else fn)
     )
-    survive(line, prepare, check, kind, counts=lambda frame: line.in_body and line.is_armed(kind) and frame.f_code.co_name == "body")
+    survive(line, prepare, check, kind, counts=lambda frame: line.in_body and frame.f_code is body.__code__)
 
 
 @KINDS
@@ -312,7 +314,6 @@ def test_an_interrupt_around_a_failing_step_costs_no_further_try(line: Line, kin
         return message
 
     def check(where: str) -> None:
-        line.in_body = False
         if not last:
             line.trouble.clear()
         line.work()
@@ -356,7 +357,6 @@ def test_an_interrupt_around_an_undo_costs_neither_outcome_nor_try(line: Line, k
     line.take = keep  # type: ignore[method-assign]
 
     def check(where: str) -> None:
-        line.in_body = False
         line.work()
         assert line.one("SELECT status, rollback FROM {flow_runs} WHERE id = ?", *run) == ("failed", "done"), where
         assert line.ran == ["charge", "ship", "refund"], where
@@ -481,14 +481,14 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
             go.clear()
             if stop.is_set():
                 return
-            if not stop.wait(delay[0]) and (line.in_storm and line.is_armed_for(ident)):  # type: ignore[attr-defined]
+            if not stop.wait(delay[0]) and line.in_storm and line.is_armed_for(ident):  # type: ignore[attr-defined]
                 kind = random_.choice([TimeLimitExceeded, Shutdown])
                 thrown[0] += 1
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
 
     def is_armed_for(thread: int) -> bool:
         limits = next(m for m in line.broker.middleware if isinstance(m, TimeLimit))
-        return limits.manager.deadlines.get(thread) is not None and not line.in_body
+        return limits.manager.deadlines.get(thread) is not None
 
     line.is_armed_for = is_armed_for  # type: ignore[attr-defined]
     line.in_storm = False  # type: ignore[attr-defined]

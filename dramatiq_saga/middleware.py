@@ -53,6 +53,7 @@ from .errors import (
     UnknownActorError,
 )
 from .flow import Flow
+from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
@@ -181,9 +182,14 @@ class SagaMiddleware(Middleware):
         """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
-            return JoinedSender(cast("Any", broker), functools.partial(_build_declared, broker))
+            return JoinedSender(
+                cast("Any", broker), functools.partial(_build_declared, broker), functools.partial(disarm, broker)
+            )
         return DeferredSender(
-            engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
+            engine.store,
+            functools.partial(_enqueue, broker),
+            build=functools.partial(build_message, broker),
+            calm=functools.partial(disarm, broker),
         )
 
     # --- declaring ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from .codec import decode, describe_error, encode
 from .engine import drive as drives
 from .engine import fence, rollback
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
+from .engine.replay import forget_replay
 from .engine.rows import Outgoing
 from .engine.snapshot import load
 from .errors import (
@@ -200,6 +201,8 @@ class Runner:
         what ``delivery`` says; only a body that was started is never started again (FENCE-5)."""
         job = delivery.job
         assert job is not None
+        if delivery.interrupts:
+            forget_replay()
         if delivery.state in ("done", "failed"):
             return
         if delivery.attempt is None:
@@ -422,6 +425,7 @@ class Runner:
 
         def part() -> None:
             if delivery.interrupts:
+                forget_replay()
                 self._put_back(delivery, 1000)
             else:
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))

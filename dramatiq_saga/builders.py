@@ -10,11 +10,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from dramatiq import Actor, Message
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Callable[..., Any])
 
 #: Options that a message cannot carry, or that would mean something else on one.
 _REFUSED_OPTIONS = {
@@ -48,6 +48,20 @@ class CompensationBuildError(SagaError):
     """A ``compensate_with`` callable raised, or returned something else than a message (COMP-10)."""
 
 
+def _describing(method: M) -> M:
+    """A method that raises ends its builder: that one was refused, not forgotten (BuilderNotRunError)."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self._built = True
+            raise
+
+    return cast("M", call)
+
+
 class ActionBuilder(Generic[R]):
     """One step, described. Every method returns the builder; :meth:`run` comes last."""
 
@@ -57,6 +71,7 @@ class ActionBuilder(Generic[R]):
         "_built",
         "_comp_reclaim",
         "_compensation",
+        "_compensation_call",
         "_compensation_from",
         "_encoded",
         "_expires_at",
@@ -76,9 +91,10 @@ class ActionBuilder(Generic[R]):
         self._replay = replay
         self._actor = actor
         self._args = args
-        self._built = False
+        self._built = True  # until it can be: one that could not even be made was not forgotten
         self._encoded: bytes | None = None
         self._compensation: CompensationSpec | None = None
+        self._compensation_call: tuple[Actor[Any, Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._compensation_from: MessageBuilder | None = None
         self._on_failure: str | None = None
         self._on_self_failure: bool | None = None
@@ -91,7 +107,9 @@ class ActionBuilder(Generic[R]):
             self._encoded = bind(actor, args, kwargs)
         else:
             self._args = (args, kwargs)
+        self._built = False
 
+    @_describing
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
         """How this step is undone: an actor with its arguments, or a callable that makes the message from the step's result.
 
@@ -102,6 +120,7 @@ class ActionBuilder(Generic[R]):
           TypeError: the arguments do not fit the actor's signature.
         """
         if isinstance(actor_or_builder, Actor):
+            self._compensation_call = (actor_or_builder, args, kwargs)
             if not self._replay.is_replaying:
                 self._compensation = compensation(actor_or_builder, args, kwargs)
             else:
@@ -120,17 +139,20 @@ class ActionBuilder(Generic[R]):
         self._check_self_failure()
         return self
 
+    @_describing
     def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
         """Undo this step also when it is the one that failed, or when nobody knows how it ended (COMP-5, COMP-9)."""
         self._on_self_failure = flag
         self._check_self_failure()
         return self
 
+    @_describing
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
         self._on_failure = CompensationFailurePolicy(policy).value
         return self
 
+    @_describing
     def expires_in(self, duration: float | timedelta) -> Self:
         """A deadline for this step, counted from the moment it is scheduled (EXPIRE-1)."""
         if to_ms(duration) <= 0:
@@ -138,31 +160,37 @@ class ActionBuilder(Generic[R]):
         self._expires_at = self._replay.now + to_ms(duration)
         return self
 
+    @_describing
     def expires_at(self, moment: datetime) -> Self:
         """A deadline for this step, as an aware ``datetime`` (EXPIRE-1)."""
         self._expires_at = moment_to_ms(moment)
         return self
 
+    @_describing
     def reclaim_stale_after(self, seconds: float | timedelta) -> Self:
         """How long a claim of this step may stay without an outcome before it may be claimed again; turns reclaim on (RECLAIM-2)."""
         self._reclaim.after(seconds)
         return self
 
+    @_describing
     def enable_stale_reclaim(self, flag: bool) -> Self:
         """Turn reclaim on for this step (with the configured window) or off, whatever the settings say (RECLAIM-2)."""
         self._reclaim.enabled = flag
         return self
 
+    @_describing
     def reclaim_compensation_stale_after(self, seconds: float | timedelta) -> Self:
         """As :meth:`reclaim_stale_after`, for this step's compensation."""
         self._comp_reclaim.after(seconds)
         return self
 
+    @_describing
     def enable_compensation_stale_reclaim(self, flag: bool) -> Self:
         """As :meth:`enable_stale_reclaim`, for this step's compensation."""
         self._comp_reclaim.enabled = flag
         return self
 
+    @_describing
     def max_claims(self, n: int) -> Self:
         """How often this step may be claimed without reporting an outcome; 1 means at most once (RECLAIM-6)."""
         if n < 1:
@@ -170,6 +198,7 @@ class ActionBuilder(Generic[R]):
         self._max_claims = n
         return self
 
+    @_describing
     def with_options(self, **options: Any) -> Self:
         """Dramatiq options for this step's messages: ``queue_name, priority, max_retries, min_backoff, time_limit, …``.
 
@@ -224,6 +253,9 @@ class ActionBuilder(Generic[R]):
         if self._encoded is None:
             args, kwargs = self._args
             self._encoded = bind(actor, args, kwargs)
+        if self._compensation is not None and self._compensation.args is None and self._compensation_call is not None:
+            comp_actor, comp_args, comp_kwargs = self._compensation_call  # built before the step ahead of it was run
+            self._compensation = compensation(comp_actor, comp_args, comp_kwargs)
         options = dict(self._options)
         queue = options.pop("queue_name", None) or actor.queue_name
         priority = options.pop("priority", None)
@@ -285,11 +317,8 @@ class ActionBuilder(Generic[R]):
         replay.resolve_compensation(entry.sequence, spec)
 
     def __del__(self) -> None:
-        if not self._is_built() and sys.exc_info()[0] is None:
+        if not getattr(self, "_built", True):
             self._replay.builder_dropped(f"action({self._actor.actor_name})")
-
-    def _is_built(self) -> bool:
-        return getattr(self, "_built", True)
 
 
 class _Reclaim:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from dramatiq import Actor, Broker, Message
-from dramatiq.errors import BrokerConnectionError
+from dramatiq.common import current_millis
+from dramatiq.errors import BrokerConnectionError, QueueNotFound
 from dramatiq.middleware import (
     AgeLimit,
     Callbacks,
@@ -35,16 +36,19 @@ from dramatiq.middleware import (
     Pipelines,
     Retries,
     ShutdownNotifications,
+    SkipMessage,
     TimeLimit,
 )
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
+from .brokers.database import DatabaseBroker
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
 from .engine.sender import DeferredSender, JoinedSender
 from .errors import (
+    MessageNotSentError,
     MessageSkippedError,
     MessageTooOldError,
     MiddlewareOrderError,
@@ -66,6 +70,12 @@ if TYPE_CHECKING:
     from dramatiq.worker import ConsumerThread, WorkerThread
 
     from .engine.core import Sender
+
+#: Delay of a next try that Dramatiq could not send and we send in its place, in milliseconds.
+RETRY_AGAIN_MS = 15_000
+
+#: After how many milliseconds a drive's message that another middleware has skipped is delivered again.
+SKIPPED_DRIVE_MS = 15_000
 
 #: What has to stand before SagaMiddleware in the broker's list: their after hooks then come after ours.
 _BEFORE_OURS = (
@@ -183,7 +193,7 @@ class SagaMiddleware(Middleware):
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
             return JoinedSender(
-                cast("Any", broker), functools.partial(_build_declared, broker), functools.partial(disarm, broker)
+                cast("Any", broker), functools.partial(build_message, broker), functools.partial(disarm, broker)
             )
         return DeferredSender(
             engine.store,
@@ -317,23 +327,34 @@ class SagaMiddleware(Middleware):
         if OPTION in message.options:
             CurrentMessage._MESSAGE.set(None)  # NATIVE-5: Dramatiq leaves the skipped message there
             message.options["store_results"] = False
+            local = self._local
+            if local.delivery is None or local.delivery.message is not message:
+                local.delivery = Delivery(message)  # skipped before it came to us
+            local.pending = None
+            local.delivery.state = "skipped"
 
     def before_ack(self, broker: Broker, message: MessageProxy) -> None:
         """What would be forgotten with this acknowledgement is recorded first."""
         delivery = self._local.delivery
-        if delivery is None or delivery.message is not message:
+        if delivery is not None and delivery.message is message:
+            self._withholding(lambda: self._before_ack(broker, delivery))
+            self._let_go()
+
+    def _before_ack(self, broker: Broker, delivery: Delivery) -> None:
+        runner = self.runner(broker)
+        if self._unrecorded(delivery):
+            runner.finish(delivery)
+        if delivery.state == "done" or delivery.retry_sent:
             return
-        if delivery.job is not None and delivery.state == "new" and delivery.attempt is None:
-            error = MessageSkippedError(f"a middleware of the broker skipped the message of {delivery.actor}")
-            self._withholding(lambda: self.runner(broker).refuse(delivery.job, delivery.actor, error))
-        elif self._unrecorded(delivery):
-            self._withhold(delivery)
-        elif delivery.state == "failed" and not delivery.retry_sent:
-            if delivery.retry_asked:
-                self._withholding(lambda: self._retry_again(broker, delivery))
-            else:  # nothing on this broker retries
-                self._withholding(lambda: self.runner(broker).give_up(delivery))
-        self._let_go()
+        if delivery.retry_asked:
+            self._retry_again(broker, delivery)
+        elif delivery.state == "failed":  # nothing on this broker retries
+            runner.give_up(delivery)
+        elif delivery.job is None:
+            self.log.warning("drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000)
+            runner.put_back(delivery, SKIPPED_DRIVE_MS)
+        elif delivery.state in ("new", "skipped"):
+            runner.refuse(delivery.job, delivery.actor, self._reason(broker, delivery))
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
@@ -342,28 +363,44 @@ class SagaMiddleware(Middleware):
         delivery = self._local.delivery
         if delivery is None or delivery.message is not message:
             delivery = Delivery(message)
-        job = delivery.job
-        runner = self.runner(broker)
-        if job is None:
-            self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor)
-        elif delivery.state == "failed":
-            self._withholding(lambda: runner.give_up(delivery))
-        elif self._unrecorded(delivery):
-            self._withhold(delivery)
-        elif delivery.state == "new":
-            if delivery.actor not in broker.actors:
-                error: SagaError = UnknownActorError(
-                    f"no worker on queue {message.queue_name!r} knows actor {delivery.actor!r}: deploy the module that declares it"
-                )
-                if self.settings.repair.enabled:
-                    self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
-                    return  # NATIVE-3: a worker that knows it may come; the doctor tries again
-            else:
-                error = MessageTooOldError(
-                    f"the message of {delivery.actor} was refused before it ran: it was older than max_age"
-                )
-            self._withholding(lambda: runner.refuse(job, delivery.actor, error))
+        self._withholding(lambda: self._before_nack(broker, delivery))
         self._let_go()
+
+    def _before_nack(self, broker: Broker, delivery: Delivery) -> None:
+        runner, job = self.runner(broker), delivery.job
+        if self._unrecorded(delivery):
+            runner.finish(delivery)
+        if job is None:
+            runner.hold(delivery, self._reason(broker, delivery))
+        elif delivery.state == "failed":
+            runner.give_up(delivery)
+        elif delivery.state in ("new", "skipped"):
+            if delivery.actor not in broker.actors and self.settings.repair.enabled:
+                self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
+                return  # NATIVE-3: a worker that knows it may come; the doctor tries again
+            runner.refuse(job, delivery.actor, self._reason(broker, delivery))
+
+    def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:
+        """Why a message ends that was never run (NATIVE-3)."""
+        actor, raised = delivery.actor, delivery.message._exception
+        if actor not in broker.actors:
+            return UnknownActorError(
+                f"no worker on queue {delivery.message.queue_name!r} knows actor {actor!r}: deploy the module that declares it"
+            )
+        if raised is not None and not isinstance(raised, SkipMessage):
+            return raised  # a middleware of the broker would not let it through
+        if not delivery.message.failed:
+            return MessageSkippedError(f"a middleware of the broker skipped the message of {actor}")
+        kind = MessageTooOldError if self._is_too_old(broker, delivery) else MessageSkippedError
+        return kind(f"the message of {actor} was refused before it ran: {raised or 'a middleware of the broker failed it'}")
+
+    def _is_too_old(self, broker: Broker, delivery: Delivery) -> bool:
+        message, actor = delivery.message, broker.actors[delivery.actor]
+        for middleware in broker.middleware:
+            if isinstance(middleware, AgeLimit):
+                limit: int | None = message.options.get("max_age") or actor.options.get("max_age", middleware.max_age)
+                return bool(limit) and current_millis() - message.message_timestamp >= (limit or 0)
+        return False
 
     def _let_go(self) -> None:
         """The delivery at hand is over. Until then Dramatiq may come again for it, when its end was withheld."""
@@ -373,16 +410,11 @@ class SagaMiddleware(Middleware):
         """Whether its claim or its outcome is not known to be durable: the worker was stopped while the store refused."""
         return delivery.state == "claimed" or (delivery.state == "new" and delivery.attempt is not None)
 
-    def _withhold(self, delivery: Delivery) -> None:
-        """Leave the message to its redelivery (FENCE-3)."""
-        message: Any = delivery.message
-        reason = "its outcome could not be recorded before the worker stopped"
-        if not hasattr(message, "withheld"):
-            raise WithheldError(f"the message of {delivery.actor} is not acknowledged: {reason}")  # type: ignore[no-untyped-call]
-        message.withheld = reason
-
     def _withholding(self, part: Any) -> None:
-        """Run ``part``; where it cannot be done before the worker stops, the message is not acknowledged."""
+        """Run ``part``; while it cannot be done, the message of a stopping worker is not acknowledged (FENCE-3).
+
+        Dramatiq comes back to it every few seconds until it is done, or until the process ends and the message is redelivered.
+        """
         try:
             part()
         except Exception as error:
@@ -393,24 +425,18 @@ class SagaMiddleware(Middleware):
     def _retry_again(self, broker: Broker, delivery: Delivery) -> None:
         """Dramatiq could not put the next try on the queue, and would acknowledge this one: send it ourselves (C07).
 
-        A database broker does without: it withholds the acknowledgement of a row whose retry it could not store.
+        A database broker does without: it stores the next try with the acknowledgement, or withholds that.
         """
-        if self.runner(broker).sender.joins:
+        if isinstance(broker, DatabaseBroker):
             return
-        message = delivery.message.copy()
-        delay = 0.1
-        while True:
+
+        def part() -> None:
             try:
-                broker.enqueue(message, delay=15_000)
-                return
+                broker.enqueue(delivery.message.copy(), delay=RETRY_AGAIN_MS)
             except Exception as error:
-                if self.runner(broker).stopping.is_set():
-                    raise WithheldError(f"the next try of {delivery.actor} could not be sent: {error}") from error  # type: ignore[no-untyped-call]
-                self.log.warning(
-                    "retry_not_sent", run_id=delivery.run_id, actor=delivery.actor, error=str(error), retry_in=delay
-                )
-                self.runner(broker).stopping.wait(delay)
-                delay = min(delay * 2, 5.0)
+                raise MessageNotSentError(f"the next try of {delivery.actor} could not be sent: {error}") from error
+
+        self.runner(broker).persist(part)
 
 
 def _interrupt_behind(exception: BaseException | None) -> Interrupt | None:
@@ -488,16 +514,18 @@ def _message_id() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def _build_declared(broker: Broker, outgoing: Outgoing) -> Message[Any]:
-    """As :func:`build_message`, on a queue that the broker knows afterwards: a row may name one that no actor here has."""
-    if outgoing.queue not in broker.queues:
-        broker.declare_queue(outgoing.queue)
-    return build_message(broker, outgoing)
-
-
 def _enqueue(broker: Broker, message: Message[Any], delay: int | None) -> None:
-    broker.declare_queue(message.queue_name)
-    broker.enqueue(message, delay=delay or None)
+    """Send to a queue that no actor here may be on, without declaring it where that can be helped: a worker consumes every queue
+    that its broker declares, and this one may not know the actors there."""
+    pending = getattr(broker, "queues_pending", None)
+    if pending is not None and message.queue_name not in broker.queues:  # RabbitMQ: made on the server by the enqueue
+        broker.queues.add(message.queue_name)
+        pending.add(message.queue_name)
+    try:
+        broker.enqueue(message, delay=delay or None)
+    except QueueNotFound:
+        broker.declare_queue(message.queue_name)
+        broker.enqueue(message, delay=delay or None)
 
 
 def _facts(broker: Broker, name: str) -> ActorFacts | None:

@@ -29,11 +29,10 @@ from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimit
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
-from .engine import fence, rollback
+from .engine import fence, rollback, runs
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
-from .engine.snapshot import load
 from .errors import (
     MessageNotSentError,
     NotSerializableError,
@@ -59,6 +58,7 @@ OPTION = "saga"
 MAX_HOP_MS = 60_000
 
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
+_RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 
@@ -141,7 +141,7 @@ class Delivery:
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.body: Body | None = None
-        self.state = "new"  # new -> claimed -> failed | done; broken: by a fault of ours
+        self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
         self.retry_asked = False
@@ -183,7 +183,16 @@ class Runner:
         except Exception as error:
             if not is_trouble(error):
                 delivery.state = "broken"
-            raise
+                raise
+            if self.inline:
+                raise
+            # The worker stops before the store is back. What is left is done before the acknowledgement (``finish``); Dramatiq
+            # only learns of a failure of the body's own, so that it can say whether there is another try.
+            delivery.message.options["store_results"] = False
+            body = delivery.body
+            if body is None or body.error is None or isinstance(body.error, Shutdown | SkipMessage):
+                return None
+            raise body.error from None
         if self.inline and delivery.failure is None and delivery.interrupts:
             raise delivery.interrupts[-1]
         if delivery.failure is not None:
@@ -194,6 +203,10 @@ class Runner:
     def resume(self, delivery: Delivery, interrupt: Interrupt) -> None:
         """Finish what an interrupt has cut short between two shields: a body that has run is recorded, another is given back."""
         delivery.interrupts.append(interrupt)
+        shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
+
+    def finish(self, delivery: Delivery) -> None:
+        """Do what a stopping worker could not do before: record an outcome, or give a claim back (FENCE-3, CLAIM-4)."""
         shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
 
     def _go_on(self, delivery: Delivery, fn: Callable[..., Any] | None) -> None:
@@ -207,7 +220,7 @@ class Runner:
             return
         if delivery.attempt is None:
             if delivery.interrupts:
-                self._put_back(delivery)
+                self.put_back(delivery)
                 return
             delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
         claim = delivery.claim
@@ -333,14 +346,22 @@ class Runner:
     def _release(self, delivery: Delivery, claim: Claim) -> None:
         """Give the claim back by its token and the message with it: no try spent (NATIVE-4, FENCE-5)."""
 
+        broker: Any = self.broker
+        message: Any = delivery.message
+
         def part() -> None:
             now = self.engine.now()
+            # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
+            again = broker.prepare(message) if self.sender.joins and not message.settled else None
 
             def operation(tx: Tx) -> None:
                 give_back(tx, self.engine, claim, now=now)
-                self._put_back_in(tx, delivery, 0)
+                if again is not None:
+                    broker.stage(tx, again, message.reservation)
 
             self.engine.store.write(operation)
+            if again is not None:
+                broker.announce([again])
             self._put_back_after(delivery, 0)
 
         self._disarm()
@@ -383,7 +404,7 @@ class Runner:
         else:
             rollback.advance(self.engine, job.run_id, self.sender, None)
 
-    def _put_back(self, delivery: Delivery, delay: int = 0) -> None:
+    def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
 
         def part() -> None:
@@ -426,7 +447,7 @@ class Runner:
         def part() -> None:
             if delivery.interrupts:
                 forget_replay()
-                self._put_back(delivery, 1000)
+                self.put_back(delivery, 1000)
             else:
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
@@ -435,16 +456,29 @@ class Runner:
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
-        snapshot = load(self.engine, run_id)
-        if snapshot is None:
+        run = self.engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
+        if run is None:
             return
-        if self.engine.drives(snapshot.workflow):
+        workflow, queue, priority = run
+        if self.engine.drives(workflow):
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)
-        outbox.load([Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority)])
+        outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority)])
         self.engine.store.write(outbox.stage)
         outbox.delivered()
+
+    def hold(self, delivery: Delivery, error: BaseException) -> None:
+        """A drive's message is given up: the run waits with the reason on it, and the monitor drives it again (HISTORY-1)."""
+        self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor, error=str(error))
+
+        def part() -> None:
+            found = runs.as_found(self.engine, delivery.run_id)
+            if found is not None:
+                runs.hold(self.engine, found, error, self.sender, None)
+
+        self.persist(part)
+        delivery.state = "done"
 
     # --- what the middleware's hooks call ----------------------------------------------------------------------------
 
@@ -471,12 +505,10 @@ class Runner:
 
         def part() -> None:
             if job.kind == "step":
-                run = load(self.engine, job.run_id)
+                run = self.engine.store.read(lambda tx: tx.one(_RUN, (job.run_id,)))
                 if run is None:
                     return
-                outcome = fence.Outcome(
-                    "refused", job, actor, run.workflow, run.queue, job.attempts, error=text, exception=error
-                )
+                outcome = fence.Outcome("refused", job, actor, run[0], run[1], job.attempts, error=text, exception=error)
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
                 rollback.settle(

@@ -70,8 +70,11 @@ class Workflow(Generic[P, R]):
         self._middleware = middleware = middleware_of(broker)
         self._signature = _signature(fn, name)
         options: dict[str, Any] = {}
-        if "max_retries" in broker.actor_options:
-            options["max_retries"] = None  # a drive that fails for a reason of the engine's own is tried again, always
+        # A drive that fails for a reason of the engine's own is tried again, always; none is too old, whatever the broker says
+        # of other messages.
+        for option in ("max_retries", "retry_when", "max_age"):
+            if option in broker.actor_options:
+                options[option] = None
         if time_limit is not None:
             options["time_limit"] = time_limit
         drive = functools.partial(middleware.drive_from_message, broker, name)

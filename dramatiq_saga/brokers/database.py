@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
+from dramatiq.common import q_name
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
 from dramatiq.middleware import Interrupt, Middleware
@@ -199,6 +200,9 @@ class DatabaseBroker(StagingBroker):
           WriteRefusedError: The database refused; nothing was stored.
           WriteUnknownError: Nobody can say whether it was stored.
         """
+        queue = q_name(message.queue_name)
+        if queue not in self.queues:
+            raise QueueNotFound(queue)  # type: ignore[no-untyped-call]
         prepared = self.prepare(message, delay=delay)
         delivered: object = message  # Retries hands over the proxy
         retried = None

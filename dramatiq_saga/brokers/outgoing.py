@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq.broker import MessageProxy
 from dramatiq.common import q_name
-from dramatiq.errors import QueueNotFound
 
 from .messages import Prepared
 
@@ -31,8 +30,6 @@ def prepare(broker: StagingBroker, message: Message[Any], *, delay: int | None) 
     if isinstance(delivered, MessageProxy):
         message = delivered._message
     queue = q_name(message.queue_name)
-    if queue not in broker.queues:
-        raise QueueNotFound(queue)  # type: ignore[no-untyped-call]
     due_at = _due_at(message.options, delay, broker.store.clock)
     if due_at is not None:
         message = message.copy(queue_name=queue, options={"eta": due_at})

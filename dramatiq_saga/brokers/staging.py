@@ -45,7 +45,8 @@ class StagingBroker(Broker):
     def prepare(self, message: Message[Any], *, delay: int | None = None) -> Prepared:
         """Encode a message and run the ``before_enqueue`` hooks, in the caller's thread. Nothing is stored yet.
 
-        The hooks see the ``eta`` option of a delayed message, as with Dramatiq's own brokers; the stored form has none,
+        The queue need not be declared here: a worker consumes what its broker declares, and this one may not know the actors
+        of that queue. The hooks see the ``eta`` option of a delayed message, as with Dramatiq's own brokers; the stored form has none,
         because a worker would hold it in memory.
         """
         return outgoing.prepare(self, message, delay=delay)
@@ -88,6 +89,10 @@ class StagingBroker(Broker):
             settlement.give_back_row(self, reservation)
             return
         thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until=lease_until))
+
+    def untaken(self, reservation: Reservation) -> None:
+        """Where nobody knows whether a hand-over was committed: if it was, its row is available again (QUEUE-8)."""
+        settlement.give_back_row(self, reservation)
 
     def retain(self, tx: Tx, prepared: Prepared, reservation: Reservation) -> bool:
         """Turn our reserved row into ``prepared`` and keep it reserved: after a crash it is redelivered as that message."""

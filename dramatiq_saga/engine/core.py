@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ..errors import WriteRefusedError
 from ..journal import history
 from .rows import Outgoing, Snapshot
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..journal.anomalies import AnomalyLog
     from ..settings import Settings
     from ..store.database import Store, Tx
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class Outbox(Protocol):
 
     def keep(self, tx: Tx) -> None:
         """Turn the message at hand into the first loaded one, but hold on to it: a crash has it delivered again."""
+
+    def unsure(self) -> None:
+        """Called instead of :meth:`delivered` where nobody knows whether the transaction has committed."""
 
     def delivered(self) -> None:
         """Called once the transaction is known to have committed: wakes consumers, or sends what was only noted."""
@@ -109,6 +115,16 @@ class Engine:
             if len(self.replay_cost) > 4096:
                 self.replay_cost.clear()
             self.replay_cost[run_id] = seconds
+
+    def write(self, operation: Callable[[Tx], T], outbox: Outbox) -> T:
+        """``store.write``, for an operation that stages ``outbox``."""
+        try:
+            return self.store.write(operation)
+        except WriteRefusedError:
+            raise
+        except BaseException:
+            outbox.unsure()
+            raise
 
     def record(self, tx: Tx, run_id: str, now: int, lines: Sequence[history.Line]) -> None:
         """Write ``lines`` into the run's history, in the transaction of the changes they tell of (EVENT-1)."""

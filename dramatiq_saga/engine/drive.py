@@ -58,7 +58,15 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
     passes through as well; the drive is uncommitted then (FENCE-5).
     """
     while True:
-        snapshot = load(engine, run_id)
+        try:
+            snapshot = load(engine, run_id)
+        except Exception as fault:  # what is recorded cannot be read: by another encoder, for example (HISTORY-1)
+            found = None if is_trouble(fault) else runs.as_found(engine, run_id)
+            if found is None:
+                raise
+            if runs.hold(engine, found, fault, sender, delivery):
+                return Driven.HELD
+            continue
         if snapshot is None:
             return Driven.MISSING
         if snapshot.rollback == "running":
@@ -98,7 +106,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             outbox.stage(tx)
             return True
 
-        landed = engine.store.write(operation)
+        landed = engine.write(operation, outbox)
     except _MovedOn:
         return None
     except Exception as fault:  # of the engine, or a history that does not fit: nobody's failure (HISTORY-1)
@@ -118,8 +126,10 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         )
         return None
     engine.cache.put(advanced(snapshot, decision, context))
-    outbox.delivered()
-    notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
+    try:
+        outbox.delivered()
+    finally:
+        notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
     return Driven.DECIDED
 
 

@@ -125,8 +125,16 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
-    if engine.drives(outcome.workflow) and _settle_with_decision(engine, outcome, sender, delivery):
-        return True
+    if engine.drives(outcome.workflow):
+        try:
+            if _settle_with_decision(engine, outcome, sender, delivery):
+                return True
+        except Exception as fault:
+            if is_trouble(fault):
+                raise
+            # It is one of the decision (a history that cannot be read, a value of what follows that the database will not have),
+            # never of the outcome, which does not wait for it: the drive will deal with it.
+            engine.cache.drop(outcome.job.run_id)
     return _settle_alone(engine, outcome, sender, delivery)
 
 
@@ -162,10 +170,6 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
     except NeedsRecording:
         return False
-    except Exception as fault:
-        if is_trouble(fault):
-            raise
-        return False  # the outcome does not wait for it: the drive will deal with it
     now = engine.now()
     lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
 
@@ -182,18 +186,14 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    try:
-        landed = engine.store.write(operation)
-    except Exception as fault:
-        if is_trouble(fault):
-            raise
-        landed = False  # a value of what follows, for example, that the database will not have
-    if not landed:
+    if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
     engine.cache.put(drive.advanced(after, decision, context))
-    outbox.delivered()
-    notify.changes(engine, job.run_id, outcome.workflow, now, lines)
+    try:
+        outbox.delivered()
+    finally:
+        notify.changes(engine, job.run_id, outcome.workflow, now, lines)
     return True
 
 
@@ -220,7 +220,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         return True, False
 
     engine.cache.drop(job.run_id)
-    landed, already = engine.store.write(operation)
+    landed, already = engine.write(operation, outbox)
     if not landed and not already:
         _rejected(engine, outcome, sender)
         return False

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .fence import Outcome
     from .rollback import Outcome as CompensationOutcome
     from .rows import Snapshot
+    from .runs import Found
 
 _BY_TYPE: dict[str, type[events.Event]] = {
     cls.type: cls
@@ -139,7 +140,7 @@ def _deliver(engine: Engine, event: events.Event, facts: dict[str, Any]) -> None
         engine.anomalies.rejection_undelivered(**facts, error=error, listener=events.name_of(listener))
 
 
-def held(engine: Engine, snapshot: Snapshot, error: BaseException) -> None:
+def held(engine: Engine, snapshot: Snapshot | Found, error: BaseException) -> None:
     """Log why a run is held; the row and the history say it too (HISTORY-1)."""
     with suppress(Exception):
         structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").warning(

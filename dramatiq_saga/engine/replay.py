@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ class Replay:
         self.outside = False
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
+        self.recording: str | None = None
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -120,6 +122,12 @@ class Replay:
             if isinstance(sys.exc_info()[1], Suspend):
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
+        if self.recording is not None:
+            raise self.fault(
+                SagaError(
+                    f"the function of side effect {self.recording!r} used the flow: ask the flow before, and hand the function what it needs"
+                )
+            )
 
     def fault(self, error: SagaError) -> SagaError:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
@@ -177,12 +185,19 @@ class Replay:
         if self.record is None:
             raise NeedsRecording
         sequence = self.cursor + 1
-        data = encode(function(), f"side effect {name!r}")
+        self.recording = name
+        try:
+            data = encode(function(), f"side effect {name!r}")
+        finally:
+            self.recording = None
+        _replaying.context = None  # who listens to what is recorded is not the function, and may send
         try:
             data = self.record(sequence, name, data)
         except Exception as error:  # the engine's affair: it must not look like a failure of the function (NATIVE-7)
             self.abandoned = error
             raise _Abandon from error
+        finally:
+            _replaying.context = self
         entry = SideEffectEntry(sequence, name, freeze(data))
         self.new_entries.append(entry)
         self.cursor = sequence
@@ -220,6 +235,8 @@ def _walk(
         return _decision(context, "suspended")
     except SystemExit as error:
         raise HoldRun(context.error or SagaError(f"the workflow function called sys.exit({error.code!r})")) from error
+    except (GeneratorExit, CancelledError) as error:
+        raise HoldRun(context.error or SagaError(f"the workflow function ended with {type(error).__name__}")) from error
     except Exception as error:
         if context.error is not None:
             raise HoldRun(context.error) from error

@@ -343,7 +343,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
         engine.record(tx, job.run_id, now, lines)
         return True, False, lines, staged
 
-    landed, already, lines, staged = engine.store.write(operation)
+    landed, already, lines, staged = engine.write(operation, outbox)
     if landed:
         if staged:
             outbox.delivered()
@@ -381,7 +381,7 @@ def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object 
         _send(tx, run_id, following, outbox, now)
         return lines
 
-    lines = engine.store.write(operation)
+    lines = engine.write(operation, outbox)
     if lines is None:
         return False
     outbox.delivered()

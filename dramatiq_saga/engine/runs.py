@@ -43,6 +43,9 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
+_FOUND = (
+    "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,23 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     return True
 
 
-def hold(engine: Engine, snapshot: Snapshot, error: BaseException, sender: Sender, delivery: object | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A live run, read without decoding anything of it: enough to hold it."""
+
+    run_id: str
+    workflow: str
+    revision: int
+    hold_count: int
+
+
+def as_found(engine: Engine, run_id: str) -> Found | None:
+    """The run as it stands; ``None`` where it is not live."""
+    row = engine.store.read(lambda tx: tx.one(_FOUND, (run_id,)))
+    return None if row is None else Found(run_id, *row)
+
+
+def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sender: Sender, delivery: object | None) -> bool:
     """Keep a run where it is, with ``error`` on it and its wakes unseen, until the monitor drives it again (HISTORY-1).
 
     The window doubles with every failure, from ``monitor.expiration.backoff.base_seconds`` to ``max_seconds``; no cap on the

@@ -32,6 +32,7 @@ class JoiningBroker(Protocol):
     def can_take(self, prepared: Any) -> bool: ...
     def hand_over(self, tx: Tx, prepared: Any, reservation: Any) -> Any | None: ...
     def taken(self, prepared: Any, reservation: Any, *, lease_until: int) -> None: ...
+    def untaken(self, reservation: Any) -> None: ...
     def retain(self, tx: Tx, prepared: Any, reservation: Any) -> bool: ...
     def settle(self, tx: Tx, reservation: Any) -> bool: ...
     def announce(self, prepared: Sequence[Any]) -> None: ...
@@ -101,6 +102,11 @@ class JoinedOutbox:
         else:
             self._kept = True
 
+    def unsure(self) -> None:
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._broker.untaken(taken)
+
     def delivered(self) -> None:
         if self._kept:
             return
@@ -164,6 +170,9 @@ class DeferredOutbox:
 
     def keep(self, tx: Tx) -> None:
         self.stage(tx)
+
+    def unsure(self) -> None:
+        pass
 
     def delivered(self) -> None:
         if not self._waits_for_host:
@@ -231,6 +240,9 @@ class InlineOutbox:
 
     def keep(self, tx: Tx) -> None:
         pass
+
+    def unsure(self) -> None:
+        self.delivered()  # a message about a row that is not there finds nothing to claim
 
     def delivered(self) -> None:
         self._sender.queue.extend(self._messages)

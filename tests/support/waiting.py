@@ -7,6 +7,7 @@ by a test that fails.
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 #: Seconds. Long enough for a loaded machine, short enough to be told apart from a test that hangs.
-DEADLINE = 20.0
+DEADLINE = float(os.environ.get("DRAMATIQ_SAGA_TEST_DEADLINE") or 20.0)
 
 
 def eventually(predicate: Callable[[], T | None], timeout: float = DEADLINE, *, interval: float = 0.01, because: str = "") -> T:

@@ -91,6 +91,13 @@ def test_a_message_may_bring_its_own_time(broker: Any, clock: ManualClock) -> No
     assert [proxy.args[0] for proxy in take_all(consumer)] == ["option"]
 
 
+def test_a_row_that_carries_an_eta_is_delivered_without_it(broker: Any) -> None:
+    """Somebody else's row: the worker would hold the message in its memory, and the lease would be extended meanwhile."""
+    broker.enqueue(message("x"))
+    sql(broker, "UPDATE {messages} SET message = ?", as_json(options={"eta": 1 << 60}))
+    assert take(consume(broker)).options == {}
+
+
 def test_hooks_see_when_a_delayed_message_is_due(broker: Any, clock: ManualClock) -> None:
     told: list[Any] = []
 
@@ -971,6 +978,19 @@ def test_only_messages_that_this_process_could_run_now_are_handed_over(broker: A
     assert not broker.can_take(broker.prepare(message("stranger", actor="stranger")))
     broker.emit_before("worker_shutdown", worker)
     assert not broker.can_take(broker.prepare(message("too late")))
+    broker.emit_after("worker_shutdown", worker)
+
+
+def test_runs_go_on_without_end_while_there_is_room(broker: Any) -> None:
+    """Nobody is passed by: whatever else waits is reserved too."""
+    recording(broker)
+    consumer = consume(broker, 8)
+    worker = FakeWorker(Thread(consumer))
+    broker.emit_before("worker_boot", worker)
+    broker.enqueue(message("step"))
+    take_all(consumer)
+    assert all(broker.can_take(broker.prepare(message(number))) for number in range(100))
+    broker.emit_before("worker_shutdown", worker)
     broker.emit_after("worker_shutdown", worker)
 
 

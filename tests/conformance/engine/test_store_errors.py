@@ -311,10 +311,9 @@ def test_a_drive_is_not_forgotten_although_the_worker_stops(kind: str, applicati
     rule = Faults(app.store).refuse(f.DECIDE, None)
     app.start(threads=1)
     handle = one.send()
-
-    def check() -> None:
-        assert app.messages() >= 1
-
-    stopped_while(app, rule, check)
+    eventually(lambda: rule.met)
+    app.stop()
+    assert handle.status == "pending"
+    rule.heal()
     app.start()
     assert app.ended(handle) == "completed"

@@ -346,7 +346,9 @@ class SagaMiddleware(Middleware):
             runner.finish(delivery)
         if delivery.state == "done" or delivery.retry_sent:
             return
-        if delivery.retry_asked:
+        if self._was_cut_short(broker, delivery):
+            runner.put_back(delivery)
+        elif delivery.retry_asked:
             self._retry_again(broker, delivery)
         elif delivery.state == "failed":  # nothing on this broker retries
             runner.give_up(delivery)
@@ -370,7 +372,9 @@ class SagaMiddleware(Middleware):
         runner, job = self.runner(broker), delivery.job
         if self._unrecorded(delivery):
             runner.finish(delivery)
-        if job is None:
+        if self._was_cut_short(broker, delivery):
+            runner.put_back(delivery)
+        elif job is None:
             runner.hold(delivery, self._reason(broker, delivery))
         elif delivery.state == "failed":
             runner.give_up(delivery)
@@ -379,6 +383,14 @@ class SagaMiddleware(Middleware):
                 self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
                 return  # NATIVE-3: a worker that knows it may come; the doctor tries again
             runner.refuse(job, delivery.actor, self._reason(broker, delivery))
+
+    def _was_cut_short(self, broker: Broker, delivery: Delivery) -> bool:
+        """Whether an interrupt kept the message from the wrapper, or a failed one from Dramatiq's decision about another try."""
+        message = delivery.message
+        if delivery.state == "new":
+            return _interrupt_behind(message._exception) is not None
+        undecided = delivery.state == "failed" and not message.failed and not delivery.retry_asked
+        return undecided and any(isinstance(middleware, Retries) for middleware in broker.middleware)
 
     def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:
         """Why a message ends that was never run (NATIVE-3)."""

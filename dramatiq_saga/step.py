@@ -37,6 +37,7 @@ from .errors import (
     MessageNotSentError,
     NotSerializableError,
     ResultNotSerializableError,
+    StepInterruptedError,
     StepLeftTransactionError,
 )
 from .interrupts import Body, disarm, shielded
@@ -230,6 +231,9 @@ class Runner:
                 self._lost(delivery, found)
                 return
             delivery.claim, delivery.state, claim = found, "claimed", found
+        if delivery.body is None and claim.claims > (claim.max_claims or self.engine.settings.reclaim.max_claims):
+            self.persist(lambda: self._poisoned(delivery, claim))
+            return
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
             options = delivery.message.options
@@ -249,6 +253,15 @@ class Runner:
         body.run()
         _current.set(None)
         self._conclude(delivery, claim, body)
+
+    def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
+        """Claimed as often as allowed, and no worker has lived to report: it fails instead of killing one more (RECLAIM-6)."""
+        error = StepInterruptedError(
+            claim.actor,
+            claim.job.sequence,
+            message=f"it was claimed {claim.claims - 1} times and never reported an outcome; raise max_claims, or mend what kills it",
+        )
+        self._settle(delivery, claim, describe_error(error), error)
 
     def _are_tries_spent(self, delivery: Delivery, tries: int) -> bool:
         """Whether Dramatiq's Retries would have given up after that many failures."""

@@ -67,6 +67,9 @@ class HandSender:
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()
 
+    def calm(self) -> None:
+        pass
+
     def outbox(self, delivery: Any | None = None) -> HandOutbox:
         return HandOutbox(self)
 

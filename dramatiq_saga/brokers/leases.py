@@ -45,7 +45,9 @@ class LeaseKeeper:
 
     def stop(self) -> None:
         """Stop extending; what is still held lapses."""
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
+            self._thread = None  # it may take a moment to end; the next start() does not wait for that
 
     def hold(self, proxy: DatabaseMessageProxy) -> None:
         self._held[id(proxy)] = proxy

@@ -72,6 +72,9 @@ class Sender(Protocol):
     #: True where messages are written in the transaction that creates their rows.
     joins: bool
 
+    def calm(self) -> None:
+        """From here on nothing interrupts this thread for the message at hand: what follows must not be cut short."""
+
     def outbox(self, delivery: Any | None = None) -> Outbox:
         """``delivery`` is the message at hand, which the write consumes; ``None`` where there is none."""
         ...

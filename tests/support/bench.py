@@ -67,6 +67,9 @@ class HandSender:
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()
 
+    def calm(self) -> None:
+        pass
+
     def outbox(self, delivery: Any | None = None) -> HandOutbox:
         return HandOutbox(self)
 
@@ -87,6 +90,9 @@ class HandOutbox:
         tx.after_commit(lambda: self._sender.queue.extend(self._messages))
 
     keep = stage
+
+    def unsure(self) -> None:
+        pass  # what was staged is sent if and only if its write has committed
 
     def delivered(self) -> None:
         pass

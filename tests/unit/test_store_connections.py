@@ -192,6 +192,19 @@ def test_a_proxy_is_followed_and_an_empty_one_refused(sqlite_path: Path, opened:
     assert opened(proxy).write(add()) == 1
 
 
+def test_a_url_may_carry_options(sqlite_path: Path, opened: Callable[..., Store]) -> None:
+    assert opened(f"sqlite:///{sqlite_path}?timeout=2").write(pragmas) == {**ENGINE, "busy_timeout": 2000}
+    assert opened("sqlite:///:memory:").write(add()) == 1
+
+
+@pytest.mark.parametrize("kind", [peewee.PostgresqlDatabase, peewee.MySQLDatabase])
+def test_a_missing_driver_is_named_with_the_extra_that_brings_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("mysql", "psycopg2", "psycopg"):
+        monkeypatch.setattr(peewee, module, None)
+    with pytest.raises(DatabaseUnusableError, match=r"dramatiq-saga\[postgres\]"):
+        open_store(kind("test"))
+
+
 def test_what_is_no_database_is_refused() -> None:
     with pytest.raises(TypeError):
         open_store(42)  # type: ignore[arg-type]

@@ -113,6 +113,8 @@ def test_an_operation_alone_is_never_executed_again(store: Store) -> None:
 
 def test_a_failed_commit_leaves_the_whole_batch_unknown_and_runs_nothing_again(store: Store, faults: Faults) -> None:
     log: list[str] = []
+    factory: Any = store.database.connect_params["factory"]
+    opened = factory.opened
     faults.before("COMMIT", sqlite_error(5))
     tickets = submit_together(store, *[counted(add(), log)] * 5)
 
@@ -123,7 +125,8 @@ def test_a_failed_commit_leaves_the_whole_batch_unknown_and_runs_nothing_again(s
         assert isinstance(caught.value.__cause__, peewee.OperationalError)
     assert len(log) == 5
     assert faults.count("BEGIN IMMEDIATE") == 1
-    assert store.write(add()) == 1, "the writer works on, on a connection that is known to be clean"
+    assert store.write(add()) == 1
+    assert factory.opened == opened + 1, "the writer works on, on a connection that nothing has happened to"
 
 
 def test_a_rollback_that_cannot_be_proven_makes_the_batch_unknown(store: Store, faults: Faults) -> None:

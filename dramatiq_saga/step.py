@@ -258,8 +258,9 @@ class Runner:
         if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
             return
+        outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
-        _current.set(None)
+        _current.set(outer)
         self._conclude(delivery, claim, body)
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
@@ -323,13 +324,12 @@ class Runner:
 
     def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
         """Record how the body ended."""
-        if self.engine.store.joined():
+        if self.engine.store.abandon_host_transaction():
             error = StepLeftTransactionError(
                 f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
             )
             error.__cause__ = body.error
             body.returned, body.error = [], error
-        self.engine.store.abandon_host_transaction()
         if body.returned:
             value = body.returned[0]
             self.persist(lambda: self._succeed(delivery, claim, value))

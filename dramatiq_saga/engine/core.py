@@ -115,6 +115,8 @@ class Engine:
             if len(self.replay_cost) > 4096:
                 self.replay_cost.clear()
             self.replay_cost[run_id] = seconds
+        elif self.replay_cost:
+            self.replay_cost.pop(run_id, None)  # it was the machine that was slow, not the run
 
     def write(self, operation: Callable[[Tx], T], outbox: Outbox) -> T:
         """``store.write``, for an operation that stages ``outbox``."""

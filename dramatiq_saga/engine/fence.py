@@ -304,9 +304,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
         if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
-        row = tx.one(
-            f"SELECT status, attempts FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence)
-        )
+        row = tx.one(f"SELECT status, attempts FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
         return False, row is not None and row[0] == "failed" and row[1] == claim.attempts
 
     landed, already = engine.store.write(operation)

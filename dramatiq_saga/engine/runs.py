@@ -43,9 +43,7 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
-_FOUND = (
-    "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
+_FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 
 
 @dataclass(frozen=True, slots=True)

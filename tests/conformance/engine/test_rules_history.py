@@ -11,7 +11,7 @@ import pytest
 from dramatiq_saga import Flow, FlowFailedError
 from dramatiq_saga.engine.drive import Driven, drive
 from tests.support.application import Application
-from tests.support.bench import Bench
+from tests.support.bench import Background, Bench
 from tests.support.deploying import deploy
 
 
@@ -330,3 +330,28 @@ def test_a_side_effect_whose_value_cannot_be_stored_is_the_functions_own_error(l
     with pytest.raises(FlowFailedError, match=r"side effect 'dice'\['faces'\]\[0\] cannot be stored"):
         handle.result()
     assert "side_effect.recorded" not in lite.types(handle)
+
+
+def test_a_run_whose_replay_was_slow_once_is_not_slow_for_ever(by_hand: Any) -> None:
+    """DRIVE-1: no outcome waits for a slow replay; once one was quick, outcome and decision are one write again."""
+    parcels = Parcels()
+    bench = by_hand(parcels.declare)
+    del bench.engine.note_cost  # what it really costs
+    run = bench.start("parcel")
+    bench.deliver(bench.take())
+    bench.engine.note_cost(run, 5.0)
+    alone = bench.stop("outcome")
+    slow = Background(lambda: bench.deliver(bench.take()))
+    alone.wait_reached()
+    alone.go()
+    slow.result()  # its own drive was quick
+    assert bench.engine.replay_cost.get(run, 0.0) < 5.0
+    together = bench.stop("outcome and decision")
+    [message] = [message for message in bench.messages if message.kind == "step"]
+    quick = Background(lambda: bench.deliver(message))
+    together.wait_reached()
+    together.go()
+    quick.result()
+    bench.sender.queue.remove(message)
+    bench.run()
+    assert bench.status(run) == "completed"

@@ -213,7 +213,7 @@ class Places:
         return self._trace
 
     def _count(self, frame: Any, event: str) -> None:
-        if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "__exit__" or not self.counts(frame):
+        if (frame.f_code.co_filename == __file__ and frame.f_code.co_name == "__exit__") or not self.counts(frame):
             return
         self.seen += 1
         if self.seen == self.at:

@@ -207,7 +207,8 @@ class SagaMiddleware(Middleware):
     def after_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
         """Put the wrapper around the actor's function: it answers only for the message at hand."""
         self._broker = self._broker or broker
-        if getattr(actor.fn, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
+        # The mark is the actor's: a function may be shared by two, or carry another's attributes (functools.wraps).
+        if getattr(actor, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
             return
         plain = actor.fn
         local = self._local
@@ -220,8 +221,8 @@ class SagaMiddleware(Middleware):
             local.pending = None
             return self.runner(broker).perform(delivery, plain)
 
-        call.__saga_wrapped__ = self  # type: ignore[attr-defined]
         actor.fn = call
+        actor.__saga_wrapped__ = self  # type: ignore[attr-defined]
 
     def drive_from_message(self, broker: Broker, workflow: str) -> None:
         """What a workflow's actor does when a message calls it."""
@@ -348,7 +349,7 @@ class SagaMiddleware(Middleware):
             return
         if self._was_cut_short(broker, delivery):
             runner.put_back(delivery)
-        elif delivery.retry_asked:
+        elif delivery.asks_again:
             self._retry_again(broker, delivery)
         elif delivery.state == "failed":  # nothing on this broker retries
             runner.give_up(delivery)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit
+from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
@@ -121,7 +122,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retries", "retry_asked", "retry_sent",
+        "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -145,8 +147,14 @@ class Delivery:
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
+        self.retries: int = message.options.get("retries", 0)
         self.retry_asked = False
         self.retry_sent = False
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether Dramatiq wants another try: it has begun to enqueue one, or has counted it and not come so far."""
+        return self.retry_asked or self.message.options.get("retries", 0) != self.retries
 
 
 class Runner:
@@ -244,14 +252,15 @@ class Runner:
                 if self._are_tries_spent(delivery, claim.tries):
                     self.persist(lambda: self._give_up_at_last(delivery, claim))
                     return
-                options["retries"] = claim.tries
+                options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
             body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
         if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
             return
+        outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
-        _current.set(None)
+        _current.set(outer)
         self._conclude(delivery, claim, body)
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
@@ -315,13 +324,12 @@ class Runner:
 
     def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
         """Record how the body ended."""
-        if self.engine.store.joined():
+        if self.engine.store.abandon_host_transaction():
             error = StepLeftTransactionError(
                 f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
             )
             error.__cause__ = body.error
             body.returned, body.error = [], error
-        self.engine.store.abandon_host_transaction()
         if body.returned:
             value = body.returned[0]
             self.persist(lambda: self._succeed(delivery, claim, value))
@@ -377,7 +385,12 @@ class Runner:
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
         """Whether the value goes on to Dramatiq: it does where something there asked for it (NATIVE-5)."""
         options, actor = delivery.message.options, self.broker.get_actor(delivery.actor)
-        return options.get("pipe_target") is not None or bool(options.get("store_results", actor.options.get("store_results")))
+        if options.get("pipe_target") is not None:
+            return True
+        for middleware in self.broker.middleware:
+            if isinstance(middleware, Results):
+                return bool(options.get("store_results", actor.options.get("store_results", middleware.store_results)))
+        return False
 
     def _time_limit(self, delivery: Delivery) -> int | None:
         """The time limit that Dramatiq applies to this message, in milliseconds."""

@@ -56,6 +56,10 @@ class LeaseKeeper:
         """Extend this delivery no more. Harmless when it is not held."""
         self._held.pop(id(proxy), None)
 
+    def waiting(self) -> list[DatabaseMessageProxy]:
+        """What is held and has not been started."""
+        return [proxy for proxy in list(self._held.values()) if proxy.thread is None]
+
     def add_worker_thread(self, thread: Thread) -> None:
         """A thread that takes messages from the process's work queue: while one is alive, queued messages have a future."""
         self._worker_threads = [known for known in self._worker_threads if known.is_alive()] + [thread]

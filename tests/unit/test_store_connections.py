@@ -308,5 +308,13 @@ def test_a_failing_read_of_the_disk_is_a_store_error_and_a_wrong_statement_is_no
 def test_callbacks_of_a_read_run_after_it(sqlite_path: Path, opened: Callable[..., Store]) -> None:
     store = opened(sqlite_path)
     seen: list[int] = []
+
+    def broken_off(tx: Tx) -> None:
+        tx.after_commit(lambda: seen.append(-1))
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        store.read(broken_off)
     store.read(lambda tx: tx.after_commit(lambda: seen.append(store.write(add()))))
+    count(store)
     assert seen == [1]

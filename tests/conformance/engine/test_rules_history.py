@@ -238,7 +238,7 @@ def test_a_return_value_that_cannot_be_stored_fails_the_run_after_its_rollback(l
     handle = order.run_sync()
     assert (handle.status, handle.rollback) == ("failed", "done")
     assert lite.calls == [("step",), ("undo",)]
-    with pytest.raises(FlowFailedError, match="the workflow's return value.* cannot be stored") as caught:
+    with pytest.raises(FlowFailedError, match=r"the workflow's return value.* cannot be stored") as caught:
         handle.result()
     assert caught.value.cause is not None
     assert caught.value.cause["type"].endswith("NotSerializableError")

@@ -100,7 +100,10 @@ class Trip:
         def undo(number: str) -> None:
             self.ran.append(("undo", number))
 
-        self.book, self.undo = bench.actor(book), bench.actor(undo)
+        def undo_nothing() -> None:
+            self.ran.append("undo nothing")
+
+        self.book, self.undo, self.undo_nothing = (bench.actor(fn) for fn in (book, undo, undo_nothing))
         bench.workflow(self.trip)
 
     def trip(self, flow: Flow) -> None:
@@ -221,6 +224,35 @@ def test_a_plan_in_a_process_that_does_not_know_the_workflow_says_what_to_load(b
     ):
         bench.compensate(run)
     assert everything(bench, run) == before
+
+
+def test_a_failing_run_whose_undos_the_code_no_longer_builds_is_held_and_nothing_is_undone(by_hand: Any) -> None:
+    """COMP-3, ANOM-1: never a partial rollback; with code that builds them, the run fails and everything is undone."""
+    trip = Trip()
+    bench = by_hand(trip.declare)
+    run = trip.unseen(bench)
+
+    def code(build: Any) -> Any:
+        def fails(flow: Flow) -> None:
+            flow.action(trip.book, "flight").compensate_with(trip.undo, "flight").run()
+            flow.action(trip.book, "hotel").compensate_with(build).run()
+            raise ValueError("no car")
+
+        return fails
+
+    deploy(bench.engine, "trip", code(trip.undo_nothing))
+    bench.run()
+    assert bench.status(run) == "waiting"
+    assert bench.undos(run) == []
+    assert ("replan_incomplete", {"run_id": run, "workflow": "trip", "missing": 2}) in bench.anomalies.lines
+    [error] = bench.one("SELECT hold_error FROM {flow_runs} WHERE id = ?", run)
+    assert "step 2 (book)" in error
+    assert "nothing was rolled back" in error
+    deploy(bench.engine, "trip", code(lambda number: trip.undo.message(number)))
+    drive(bench.engine, run, bench.sender)
+    bench.run()
+    assert bench.status(run) == "failed"
+    assert trip.ran[2:] == [("undo", "no hotel"), ("undo", "flight")]
 
 
 # --- COMP-4, COMP-6: a compensation that fails -----------------------------------------------------------------------

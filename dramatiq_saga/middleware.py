@@ -118,6 +118,8 @@ class SagaMiddleware(Middleware):
     ) -> None:
         if locks is not None:
             raise NotImplementedError("overlap locks are not part of this version; claims alone keep work from running twice")
+        if isinstance(database, Settings):
+            raise TypeError("SagaMiddleware() takes its settings by name: SagaMiddleware(settings=Settings.recommended())")
         self.settings = settings or Settings()
         self._database = database
         self._local = _Local()
@@ -217,6 +219,7 @@ class SagaMiddleware(Middleware):
         def call(*args: Any, **kwargs: Any) -> Any:
             delivery = local.pending
             if delivery is None or delivery.actor != actor.actor_name:
+                refuse_inside_workflow(f"calling actor {actor.actor_name} (write flow.run({actor.actor_name}, ...))")
                 return plain(*args, **kwargs)
             local.pending = None
             return self.runner(broker).perform(delivery, plain)
@@ -354,7 +357,9 @@ class SagaMiddleware(Middleware):
         elif delivery.state == "failed":  # nothing on this broker retries
             runner.give_up(delivery)
         elif delivery.job is None:
-            self.log.warning("drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000)
+            self.log.warning(
+                "drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000
+            )
             runner.put_back(delivery, SKIPPED_DRIVE_MS)
         elif delivery.state in ("new", "skipped"):
             runner.refuse(delivery.job, delivery.actor, self._reason(broker, delivery))

@@ -398,7 +398,8 @@ class Runner:
             if isinstance(middleware, TimeLimit):
                 actor = self.broker.get_actor(delivery.actor)
                 limit = delivery.message.options.get("time_limit") or actor.options.get("time_limit", middleware.time_limit)
-                return None if limit == float("inf") else int(limit)
+                # what Dramatiq cannot compare either: it says so itself, and the step runs without
+                return int(limit) if isinstance(limit, int | float) and limit != float("inf") else None
         return None
 
     # --- ways that end without an outcome ----------------------------------------------------------------------------

@@ -252,6 +252,8 @@ def _walk(
         raise HoldRun(SuspensionSwallowedError())
     if context.cursor < context.recorded:
         raise HoldRun(_shortfall(context, "nothing more: it returned"))
+    if getattr(value, "_replay", None) is context:
+        raise HoldRun(BuilderNotRunError(f"{type(value).__name__} that was returned"))
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:

@@ -162,6 +162,10 @@ class ClaimAttempt:
             notify.changes(engine, job.run_id, claim.workflow, self._at, [self._line(claim.actor, claim.attempts)])
         return claim
 
+    def _line(self, actor: str, attempts: int) -> history.Line:
+        kind = history.ACTION_STARTED if self.job.kind == "step" else history.COMPENSATION_STEP_STARTED
+        return history.Line(kind, sequence=self.job.sequence, name=actor, attempt=attempts)
+
     def _is_ours(self, row: tuple[Any, ...]) -> bool:
         return bool(row[9] == self.delivery and row[7] == "running")
 
@@ -190,10 +194,6 @@ class ClaimAttempt:
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         return row, bool(landed)
-
-    def _line(self, actor: str, attempts: int) -> history.Line:
-        kind = history.ACTION_STARTED if self.job.kind == "step" else history.COMPENSATION_STEP_STARTED
-        return history.Line(kind, sequence=self.job.sequence, name=actor, attempt=attempts)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job

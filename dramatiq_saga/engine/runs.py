@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..codec import describe_error, digest
+from ..codec import describe_error, digest, storable
 from ..errors import ConcurrentTransitionError, FlowNotFoundError, MessageNotSentError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
@@ -185,7 +185,7 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
       ConcurrentTransitionError: the run has ended otherwise.
     """
     refuse_inside_workflow("cancelling a run")
-    found = _end_cancelled(engine, run_id, reason)
+    found = _end_cancelled(engine, run_id, None if reason is None else storable(reason))
     if found is None:
         return True
     if found[0] == "missing":
@@ -243,6 +243,7 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
     yet (COMP-2); its error is raised, and the run stays as found (COMP-3).
     """
     refuse_inside_workflow("rolling back a run")
+    reason = None if reason is None else storable(reason)
     while True:
         snapshot = load(engine, run_id)
         if snapshot is None:

@@ -193,7 +193,9 @@ def test_previews_are_cut(applications: Applications) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["nul \x00 inside", "half a pair \ud800", "line\nbreak \x1b[31m", "\u202eright to left", "é 漢 🎉", "x" * 20_000]
+    "text",
+    ["nul \x00 inside", "half a pair \ud800", "line\nbreak \x1b[31m", "\u202eright to left", "é 漢 🎉", "x" * 20_000],
+    ids=["nul", "half a pair", "control", "direction", "unicode", "long"],
 )
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
 def test_any_text_of_an_error_is_recorded(kind: str, text: str, applications: Applications) -> None:
@@ -220,7 +222,7 @@ def test_any_text_of_an_error_is_recorded(kind: str, text: str, applications: Ap
     assert app.types(handle).count("action.failed") == 2
 
 
-@pytest.mark.parametrize("text", ["nul \x00 inside", "half a pair \ud800", "é 漢 🎉"])
+@pytest.mark.parametrize("text", ["nul \x00 inside", "half a pair \ud800", "é 漢 🎉"], ids=["nul", "half a pair", "unicode"])
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
 def test_any_reason_of_an_operator_is_recorded(kind: str, text: str, applications: Applications) -> None:
     """SAFE-2: a reason that was pasted from somewhere does not keep a run from being cancelled."""

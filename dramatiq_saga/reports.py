@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,12 @@ class CompensationReport:
     row: CompensationView
     tries_in_all: int | None
     repair_attempts: int
+    goes_on: bool = True  # whether its rollback is running
 
     @property
     def next_try(self) -> NextTry | None:
         """See :class:`NextTry`; ``None`` where none is to come."""
-        return _next_try(self.row, self.tries_in_all, self.row.not_before)
+        return _next_try(self.row, self.tries_in_all, self.row.not_before) if self.goes_on else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class RunReport:
 
     def payload(self, data: bytes | None) -> str | None:
         """A stored value as it may be shown (SAFE-2)."""
-        return None if data is None or self.payload_limit is None else preview(data, self.payload_limit)
+        return None if data is None or self.payload_limit is None else readable(data, self.payload_limit)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines: times are ISO 8601 in UTC, payloads are previews of what is stored."""
@@ -185,7 +187,7 @@ def read_run(
     limit = history.max_payload_preview_length if history.store_payloads else None
     for name in ("args", "result"):
         data = facts[name]
-        facts[name] = None if data is None or limit is None else preview(bytes(data), limit)
+        facts[name] = None if data is None or limit is None else readable(bytes(data), limit)
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None
     facts["unseen_wakes"] = facts.pop("wakes") - facts.pop("wakes_seen")
@@ -194,7 +196,9 @@ def read_run(
     for row in tx.all(_COMPENSATIONS, (run_id,)):
         *columns, options, repairs = row
         view = CompensationView(*_plain(columns))
-        undone[view.sequence] = CompensationReport(view, tries_of(view.actor, _options(options)), repairs)
+        undone[view.sequence] = CompensationReport(
+            view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running"
+        )
     steps = []
     for row in tx.all(_STEPS, (run_id,)):
         *columns, options, comp_actor, from_result, repairs = row
@@ -205,6 +209,14 @@ def read_run(
         **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
     )  # fmt: skip
+
+
+def readable(data: bytes, limit: int) -> str:
+    """A preview for people: JSON with its letters as letters, where the encoder has written escapes."""
+    if len(data) <= 8 * limit:
+        with suppress(ValueError, RecursionError):
+            data = json.dumps(json.loads(data), ensure_ascii=False, separators=(",", ":")).encode()
+    return preview(data, limit)
 
 
 def _plain(columns: list[Any]) -> list[Any]:

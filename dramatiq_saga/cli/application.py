@@ -56,9 +56,11 @@ def _import(module_name: str, here: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(missing + "."):
+            advice = "change to the application's directory, or set PYTHONPATH"
+            if module_name.endswith(".py"):
+                advice = f"a module is named without its ending: --app {module_name.removesuffix('.py').replace('/', '.')}"
             raise RefusedError(
-                f"{error} (--app {module_name}): it was looked for in {here} and on Python's path; "
-                "change to the application's directory, or set PYTHONPATH"
+                f"{error} (--app {module_name}): it was looked for in {here} and on Python's path; {advice}"
             ) from None
         raise RefusedError(f"module {module_name!r} cannot be imported: {error}{_where(error)}") from None
     except (Exception, SystemExit) as error:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 import structlog
 from dramatiq.errors import DramatiqError
@@ -49,8 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
         )  # fmt: skip
+    with suppress(AttributeError, ValueError):  # a terminal that cannot show a character is shown its escape
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        answer = _run(options)
+        with redirect_stdout(sys.stderr):  # what the application prints by itself is not the answer
+            answer = _run(options)
         _print(answer.json() if options.json else answer.text())
         if answer.note is not None and not options.json:
             print(answer.note, file=sys.stderr)
@@ -64,12 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (SagaError, DramatiqError) as error:
+    except SagaError as error:
         return _fail(error, 1)
     except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _BROKER_PACKAGES:
+        if not _is_the_brokers(error):
             raise
         return _fail(f"the broker does not answer: {type(error).__name__}: {error}", 1)
+
+
+def _is_the_brokers(error: Exception) -> bool:
+    """Whether it says that a message broker cannot be reached; anything else that gets here is a defect."""
+    return isinstance(error, (DramatiqError, OSError)) or type(error).__module__.partition(".")[0] in _BROKER_PACKAGES
 
 
 def _run(options: argparse.Namespace) -> Answer:

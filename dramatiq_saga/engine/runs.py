@@ -43,9 +43,7 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
-_FOUND = (
-    "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
+_FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +224,8 @@ def refuse_joined(engine: Engine, what: str) -> None:
     """Refuse a call that cannot be part of the host's transaction (HOST-1)."""
     if engine.store.joined():
         raise SagaError(
-            f"{what} inside an open transaction of the store's database: compensations could not be sent from it; call it before or after"
+            f"{what} inside an open transaction of the store's database: what it needs from workers cannot happen before that commits; "
+            "call it before or after"
         )
 
 

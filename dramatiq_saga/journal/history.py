@@ -64,7 +64,9 @@ SIGNAL_TIMED_OUT: Final = "signal.timed_out"
 SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
 #: Told by the history only: what an operator reads there and no listener has a class for.
-WITHOUT_EVENT: Final = frozenset({FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED})
+WITHOUT_EVENT: Final = frozenset(
+    {FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED}
+)
 
 #: Told to listeners as the event of a failed try, with ``given_up`` set.
 GIVEN_UP: Final = frozenset({ACTION_GIVEN_UP, COMPENSATION_GIVEN_UP})

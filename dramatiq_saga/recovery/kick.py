@@ -139,6 +139,11 @@ def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any,
     outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority), *(row.message() for row in rows)])
     lines = [history.Line(history.FLOW_REDRIVEN, name=workflow, detail="kicked"), *(row.line("kicked") for row in rows)]
 
+    joined = engine.store.joined()  # a host's transaction: listeners hear of it once that has committed (EVENT-2)
+
+    def tell() -> None:
+        notify.changes(engine, run_id, workflow, now, lines)
+
     def operation(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
             tx.one(_RUN, (run_id,))  # DRIVE-7: the run's row first
@@ -152,6 +157,8 @@ def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any,
         tx.run(_REFILL_COMPENSATIONS, (run_id,))
         engine.record(tx, run_id, now, lines)
         outbox.stage(tx)
+        if joined:
+            tx.after_commit(tell)
         return True
 
     engine.cache.drop(run_id)
@@ -160,7 +167,8 @@ def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any,
     if not engine.store.commit_is_proof and not _is_there(engine, report, revision=revision, wakes=wakes):
         return KickReport(run_id, workflow, status, rollback, driven=False, committed=False)
     outbox.delivered()
-    notify.changes(engine, run_id, workflow, now, lines)
+    if not joined:
+        tell()
     return report
 
 

@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peewee import Database, SqliteDatabase
 
@@ -53,9 +53,9 @@ CACHED_STATEMENTS = 256
 MINIMUM_SQLITE = (3, 35, 0)
 
 
-def new_sqlite(path: str) -> SqliteDatabase:
-    """A Database object for a file of ours."""
-    return SqliteDatabase(path, pragmas=list(PRAGMAS.items()), timeout=BUSY_TIMEOUT)
+def new_sqlite(path: str, **options: Any) -> SqliteDatabase:
+    """A Database object for a file of ours; ``options`` are its own, ``timeout`` for example."""
+    return SqliteDatabase(path, **{"pragmas": list(PRAGMAS.items()), "timeout": BUSY_TIMEOUT, **options})
 
 
 def share_pragmas(database: SqliteDatabase) -> None:

@@ -26,7 +26,7 @@ from .clocks import Correction, ServerClock
 from .connections import Connector, Readers, file_of, is_memory, new_sqlite, share_pragmas
 from .joining import Joining
 from .models import TABLES, Models
-from .peewee_internals import abandon_transaction, gives_memoryviews, keeps_connections_per_thread, leave_to_parent
+from .peewee_internals import abandon_transaction, gives_memoryviews, has_driver, keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
 from .sql import SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
@@ -99,8 +99,12 @@ class Store:
         if self.joined():
             return self._join(operation)
         ticket: Ticket[T] = Ticket(operation)
-        self._engine.submit(ticket)
-        return ticket.result()
+        try:
+            self._engine.submit(ticket)
+            return ticket.result()
+        except BaseException:
+            ticket.end()  # an interrupt: no write of ours may happen once its caller has gone on
+            raise
 
     def submit(self, operation: Callable[[Tx], T] | Ticket[T]) -> Ticket[T]:
         """Like :meth:`write`, without waiting: for callers that may be interrupted and must learn the outcome all the same.
@@ -306,6 +310,10 @@ def open_store(
             f"{type(database).__name__} shares one connection among threads or tasks (thread_safe=False, or an asyncio class): "
             "pass a plain peewee Database"
         )
+    if not has_driver(database):
+        raise DatabaseUnusableError(
+            f"the driver for {type(database).__name__} is not installed: install dramatiq-saga[postgres] or dramatiq-saga[mysql]"
+        )
     return Store(database, prefix=prefix, clock=clock, auto_create=auto_create)
 
 
@@ -316,7 +324,8 @@ def _from_text(text: str) -> Database:
     from playhouse import db_url
 
     if scheme == "sqlite":
-        return new_sqlite(str(db_url.parse(text, unquote_password=True, unquote_user=True)["database"]))
+        options = db_url.parse(text)
+        return new_sqlite(str(options.pop("database")), **options)
     try:
         return cast("Database", db_url.connect(text, unquote_password=True, unquote_user=True))
     except (RuntimeError, ValueError) as exc:

@@ -28,6 +28,15 @@ def keeps_connections_per_thread(database: Database) -> bool:
     return isinstance(cast("Any", database)._state, threading.local)
 
 
+def has_driver(database: Database) -> bool:
+    """Whether the driver of this kind of database is installed."""
+    try:
+        cast("Any", database).get_binary_type()
+    except (AttributeError, peewee.ImproperlyConfigured):  # of a module that is None
+        return False
+    return True
+
+
 def gives_memoryviews(database: Database) -> bool:
     """Whether its driver hands out bytes as memoryviews: psycopg2 does."""
     return isinstance(getattr(database, "_adapter", None), peewee.Psycopg2Adapter)

@@ -148,7 +148,8 @@ class _WriterThread(Thread):
             except BaseException as exc:  # a fault of ours: whoever waits must not wait for ever
                 logger.exception("the writer thread met an unexpected error")
                 self._disconnect()
-                for waiting in (ticket, *self._batch):
+                started = [*self._batch, ticket] if ticket not in self._batch and ticket.start() else self._batch
+                for waiting in started:
                     if not waiting.done:
                         waiting.fail(WriteUnknownError(f"the writer thread failed: {exc!r}", "body", None, True))
         self._disconnect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dramatiq_saga import FlowHandle, get_flow
 from dramatiq_saga.cli import main, program
 from dramatiq_saga.cli.answer import Answer, duration, moment, relative, table
 from dramatiq_saga.errors import WriteRefusedError
+from tests.support.processes import ROOT
 from tests.support.servers import random_name
 from tests.support.waiting import eventually
 
@@ -203,6 +205,20 @@ def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(shop: 
     assert str(shop.directory) in done.err
 
 
+def test_a_module_named_like_its_file_is_told_how_it_is_named(shop: Shop) -> None:
+    done = shop.plainly("--app", f"{shop.name}.py", "list")
+    assert done.status == 1
+    assert f"--app {shop.name}\n" in done.err
+
+
+def test_what_the_application_prints_is_not_the_answer(shop: Shop) -> None:
+    """A shell that captures the answer gets nothing else, whatever the application's modules and workflows print."""
+    name = shop.write("print('loading the shop')\n" + SHOP)
+    done = shop.plainly("--app", name, "send", "restock", "--json")
+    assert done.value["started"] is True
+    assert "loading the shop" in done.err
+
+
 def test_a_module_that_breaks_is_named_with_its_line(shop: Shop) -> None:
     name = shop.write("import os\nraise KeyError('SHOP_URL')\n")
     done = shop.plainly("--app", name, "list")
@@ -353,7 +369,7 @@ def test_a_sweep_without_repair_says_so(shop: Shop, monkeypatch: pytest.MonkeyPa
     done = shop("sweep")
     assert done.status == 0
     assert done.out == (
-        "sweep: no held run was due; repair is off (repair.enabled): nothing will pick up what is lost: 1 not driven\n"
+        "sweep: no held run was due; repair is off (repair.enabled): unless their messages still come, nothing will pick up 1 not driven\n"
     )
     assert shop("sweep", "--json").value["unrepaired"] == {"R1": 0, "R2": 1, "R3": 0}
 
@@ -813,6 +829,15 @@ def test_a_broker_that_does_not_answer_is_told_without_a_traceback(shop: Shop, m
     monkeypatch.setattr("dramatiq_saga.operations.Operator.kick", down)
     done = shop("kick", "x")
     assert (done.status, done.err) == (1, "dramatiq-saga: the broker does not answer: ConnectionRefusedError: no route\n")
+
+
+def test_a_terminal_that_cannot_show_a_character_is_shown_its_escape(shop: Shop) -> None:
+    run = shop.start("é" * 300)
+    command = [sys.executable, "-m", "dramatiq_saga.cli", "--database", "shop.db", "show", run.id]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xe9" in done.stdout
 
 
 def test_the_version_is_printed(shop: Shop) -> None:

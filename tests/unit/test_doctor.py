@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from dramatiq_saga import FlowFailedError, FlowHandle, Settings
+from dramatiq_saga.codec import describe_error
+from dramatiq_saga.engine import fence
+from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Job
 from dramatiq_saga.errors import WriteRefusedError
 from dramatiq_saga.events import ActionRedispatched, subscribe, unsubscribe
 from dramatiq_saga.recovery import doctor
@@ -135,13 +138,13 @@ def test_a_step_whose_next_try_is_still_to_come_is_left_to_it(bench: Workbench) 
 
 def test_a_try_that_was_never_asked_for_comes_all_the_same(bench: Workbench) -> None:
     """DOCTOR-1, beyond: the worker died between the recorded failure and Dramatiq's retry, and its message is gone."""
-    run = bench.send()
-    failing_once(bench, "pay")
-    bench.work_until(lambda: len(run.actions()) == 3 and run.actions()[2].status == "failed")
-    bench.lose_messages()
-    # as fence.fail_try leaves it when nothing follows
-    bench.write("UPDATE {action_runs} SET next_try_at = ? WHERE run_id = ? AND sequence = 3", bench.clock.now(), run.id)
-    bench.advance(60)
+    run = pending_step(bench)
+    claim = ClaimAttempt(bench.engine, Job("step", run.id, 1, 0, 0, "message"), nonce="1").run()
+    assert isinstance(claim, Claim)
+    assert fence.fail_try(bench.engine, claim, describe_error(ValueError("not this time")))
+    bench.advance(59)
+    assert do_repair(bench).repaired == 0
+    bench.advance(1)
     assert do_repair(bench).steps == 1
     bench.work_until(lambda: run.status == "completed")
 
@@ -413,6 +416,28 @@ def test_repairs_are_not_spent_on_a_broker_that_is_down(make_bench: MakeBench, m
     assert do_repair(bench).repaired == 6
 
 
+def test_messages_that_a_broker_refuses_now_and_then_do_not_end_a_pass(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LOOP-1: only refusals in a row say that the broker is down."""
+    bench = make_bench(joins=False)
+    for _ in range(8):
+        pending_step(bench)
+    bench.advance(60)
+    plain = bench.broker.enqueue
+    calls = []
+
+    def every_other(message: Any, *, delay: int | None = None) -> Any:
+        calls.append(message)
+        if len(calls) % 2:
+            raise ConnectionError("not now")
+        return plain(message, delay=delay)
+
+    monkeypatch.setattr(bench.broker, "enqueue", every_other)
+    report = do_repair(bench)
+    assert (report.steps, report.unsent) == (4, 4)
+
+
 # --- DOCTOR-2 --------------------------------------------------------------------------------------------------------
 
 
@@ -477,7 +502,7 @@ def test_a_process_that_does_not_know_the_workflow_declares_no_actor_unknown(mak
     bench = make_bench(settings=settings(max_attempts=2))
     run = pending_step(bench)
     forget_actor(bench, "book_hotel")
-    del bench.engine.workflows["trip"]
+    bench.engine.workflows["another"] = bench.engine.workflows.pop("trip")
     reports = spend_repairs(bench)
     assert [report.unknown_actors for report in reports] == [0, 0, 0, 0]
     assert reports[-1].spent == 1

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from dramatiq_saga import FlowHandle, FlowNotFoundError, Settings
+from dramatiq_saga.events import ActionRedispatched, subscribe, unsubscribe
 from dramatiq_saga.recovery.doctor import repair
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.step import OPTION
@@ -215,3 +216,29 @@ def test_a_kick_that_the_database_lost_sends_nothing_and_says_so(
     assert bench.asked() == []
     (line,) = [line for line in logs if line["event"] == "claim_not_committed"]
     assert (line["run_id"], line["workflow"], line["status"], line["repair_attempts"]) == (run.id, "trip", "running", 7)
+
+
+def test_a_kick_inside_a_host_transaction_commits_or_vanishes_with_it(make_bench: MakeBench) -> None:
+    """HOST-1, EVENT-2: rows, messages and what listeners hear."""
+    bench = make_bench()
+    run = parked(bench)
+    heard: list[str] = []
+
+    def listener(event: ActionRedispatched) -> None:
+        heard.append(event.reason)
+
+    subscribe(listener, ActionRedispatched)
+    database = bench.engine.store.database
+    try:
+        with database.atomic() as transaction:
+            assert run.kick().driven
+            transaction.rollback()
+        assert (bench.asked(), heard, bench.run_row(run, "wakes")) == ([], [], (1,))
+        with database.atomic():
+            assert run.kick().driven
+            assert heard == []
+        assert heard == ["kicked"]
+        assert len(bench.asked()) == 2
+    finally:
+        unsubscribe(listener, ActionRedispatched)
+        database.close()

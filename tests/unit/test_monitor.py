@@ -95,10 +95,25 @@ def test_a_run_of_an_unknown_workflow_is_driven_by_a_message(bench: Workbench) -
     bench.advance(60)
     assert look(bench).sent == 1
     assert bench.asked() == [("drive", None)]
+    bench.advance(119)
     assert look(bench).sent == 0
     assert bench.run_row(run, "hold_count") == (1,)
-    bench.advance(120)
+    bench.advance(1)
     assert look(bench).sent == 1
+
+
+def test_of_two_sweeps_one_sends_the_message_of_a_held_run(bench: Workbench) -> None:
+    """DOCTOR-2: nothing but the window tells the second that it is late."""
+    held(bench)
+    bench.lose_messages()
+    del bench.engine.workflows["trip"]
+    bench.advance(60)
+    first, second = find_held(bench.engine), find_held(bench.engine)
+    report = MonitorReport()
+    for one in (*first, *second):
+        act(bench.engine, bench.sender, report, run=one)
+    assert (report.sent, report.skipped) == (1, 1)
+    assert bench.asked() == [("drive", None)]
 
 
 def test_an_engine_fault_holds_the_run_like_a_mismatch(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

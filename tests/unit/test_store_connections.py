@@ -18,6 +18,7 @@ from dramatiq_saga.store import connections
 from dramatiq_saga.store.database import Store, Tx, open_store
 from tests.support.processes import Process
 from tests.support.stores import add, count, faulty_store, sqlite_error, write_lock_held
+from tests.support.threads import writer_threads
 
 ENGINE = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
 
@@ -132,10 +133,11 @@ def test_functions_of_a_users_database_are_there(sqlite_path: Path, opened: Call
 
 
 def test_nothing_is_opened_before_the_first_use(sqlite_path: Path, opened: Callable[..., Store]) -> None:
+    others = writer_threads()
     store = opened(sqlite_path)
     assert store.schema_version() is None
     assert not sqlite_path.exists()
-    assert not any(thread.name == "dramatiq-saga-writer" for thread in threading.enumerate())
+    assert writer_threads() <= others
 
 
 @pytest.mark.parametrize("use", ["read", "write"])
@@ -190,6 +192,19 @@ def test_a_proxy_is_followed_and_an_empty_one_refused(sqlite_path: Path, opened:
         open_store(proxy)
     proxy.initialize(peewee.SqliteDatabase(str(sqlite_path)))
     assert opened(proxy).write(add()) == 1
+
+
+def test_a_url_may_carry_options(sqlite_path: Path, opened: Callable[..., Store]) -> None:
+    assert opened(f"sqlite:///{sqlite_path}?timeout=2").write(pragmas) == {**ENGINE, "busy_timeout": 2000}
+    assert opened("sqlite:///:memory:").write(add()) == 1
+
+
+@pytest.mark.parametrize("kind", [peewee.PostgresqlDatabase, peewee.MySQLDatabase])
+def test_a_missing_driver_is_named_with_the_extra_that_brings_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("mysql", "psycopg2", "psycopg"):
+        monkeypatch.setattr(peewee, module, None)
+    with pytest.raises(DatabaseUnusableError, match=r"dramatiq-saga\[postgres\]"):
+        open_store(kind("test"))
 
 
 def test_what_is_no_database_is_refused() -> None:
@@ -295,5 +310,13 @@ def test_a_failing_read_of_the_disk_is_a_store_error_and_a_wrong_statement_is_no
 def test_callbacks_of_a_read_run_after_it(sqlite_path: Path, opened: Callable[..., Store]) -> None:
     store = opened(sqlite_path)
     seen: list[int] = []
+
+    def broken_off(tx: Tx) -> None:
+        tx.after_commit(lambda: seen.append(-1))
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        store.read(broken_off)
     store.read(lambda tx: tx.after_commit(lambda: seen.append(store.write(add()))))
+    count(store)
     assert seen == [1]

@@ -213,6 +213,19 @@ def test_a_body_that_commits_and_begins_anew_proves_nothing(database: peewee.Sql
     assert is_idle(database)
 
 
+def test_a_body_that_commits_and_begins_anew_is_not_taken_for_committed(database: peewee.SqliteDatabase, seen: Any) -> None:
+    """What it wrote first stands whatever becomes of the rest: not one transaction any more."""
+
+    def body() -> None:
+        insert(database, 1)()
+        database.connection().execute("COMMIT")
+        database.connection().execute("BEGIN IMMEDIATE")
+        insert(database, 2)()
+
+    assert run_root(database, body).verdict is Verdict.UNKNOWN
+    assert seen() == [1]
+
+
 def test_a_replaced_connection_proves_nothing(database: peewee.SqliteDatabase) -> None:
     kept = database.connection()
 
@@ -278,6 +291,8 @@ def test_a_call_inside_a_transaction_is_not_attempted(database: peewee.SqliteDat
     database.connection().execute("BEGIN")  # one that Peewee has not heard of
     assert run_root(database, lambda: called.append(1)).verdict is Verdict.NOT_ROOT
     database.connection().execute("ROLLBACK")
+    with database.manual_commit():  # one that has not begun
+        assert run_root(database, lambda: called.append(1)).verdict is Verdict.NOT_ROOT
     database.close()
     assert run_root(database, lambda: called.append(1)).verdict is Verdict.NOT_ROOT
     assert called == []

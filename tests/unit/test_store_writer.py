@@ -19,6 +19,7 @@ from dramatiq_saga.store import writer
 from dramatiq_saga.store.database import Store, Ticket, Tx, open_store
 from tests.support.processes import Process
 from tests.support.stores import Faults, Standstill, add, count, faulty_store, sqlite_error, write_lock_held
+from tests.support.threads import writer_threads
 from tests.support.waiting import eventually
 
 
@@ -113,6 +114,8 @@ def test_an_operation_alone_is_never_executed_again(store: Store) -> None:
 
 def test_a_failed_commit_leaves_the_whole_batch_unknown_and_runs_nothing_again(store: Store, faults: Faults) -> None:
     log: list[str] = []
+    factory: Any = store.database.connect_params["factory"]
+    opened = factory.opened
     faults.before("COMMIT", sqlite_error(5))
     tickets = submit_together(store, *[counted(add(), log)] * 5)
 
@@ -123,7 +126,8 @@ def test_a_failed_commit_leaves_the_whole_batch_unknown_and_runs_nothing_again(s
         assert isinstance(caught.value.__cause__, peewee.OperationalError)
     assert len(log) == 5
     assert faults.count("BEGIN IMMEDIATE") == 1
-    assert store.write(add()) == 1, "the writer works on, on a connection that is known to be clean"
+    assert store.write(add()) == 1
+    assert factory.opened == opened + 1, "the writer works on, on a connection that nothing has happened to"
 
 
 def test_a_rollback_that_cannot_be_proven_makes_the_batch_unknown(store: Store, faults: Faults) -> None:
@@ -452,6 +456,7 @@ def test_no_host_ever_sees_a_connection_of_the_engine(store: Store) -> None:
 
 
 def test_closing_finishes_what_is_queued_and_the_next_write_opens_again(store: Store) -> None:
+    others = writer_threads()
     standstill = Standstill(store)
     ticket = store.submit(add())
     closing = threading.Thread(target=store.close)
@@ -460,7 +465,7 @@ def test_closing_finishes_what_is_queued_and_the_next_write_opens_again(store: S
     closing.join()
 
     assert ticket.result() == 1
-    assert not any(thread.name == "dramatiq-saga-writer" for thread in threading.enumerate())
+    assert writer_threads() <= others
     assert store.write(add()) == 2
 
 
@@ -488,16 +493,44 @@ def test_write_that_races_close_is_not_lost(store: Store) -> None:
     assert count(store) == sum(written)
 
 
+class Preempted:
+    """A queue at which a submitting thread is held up until the store has been closed."""
+
+    def __init__(self, queue: Any, meanwhile: Callable[[], None]) -> None:
+        self._queue, self._meanwhile = queue, meanwhile
+
+    def put(self, ticket: Any) -> None:
+        if ticket is not None:
+            self._meanwhile()
+        self._queue.put(ticket)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
 def test_a_write_that_arrives_behind_the_end_of_the_queue_is_handed_on(store: Store) -> None:
     """The race of the test before this one, at its narrowest point."""
     engine: Any = store._engine
     store.write(add())
-    ended = engine._thread
-    store.close()
-    late: Ticket[int] = Ticket(add())
-    ended.queue.put(late)
-    engine._rescue(ended)
-    assert late.result() == 2
+    engine._thread.queue = Preempted(engine._thread.queue, store.close)
+    assert store.write(add()) == 2
+
+
+def test_a_question_about_the_schema_that_close_overtakes_is_still_answered(store: Store) -> None:
+    standstill = Standstill(store)
+    ticket = store.submit(add())
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(store.schema_version()))
+    asking.start()
+    engine: Any = store._engine
+    eventually(lambda: engine._thread.queue.qsize() == 2, because="the question waits behind the write")
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    eventually(lambda: engine._thread is None)
+    standstill.end()
+    for thread in (asking, closing):
+        thread.join(20)
+    assert (ticket.result(), answers) == (1, ["0001"])
 
 
 def test_a_fault_of_the_writer_itself_leaves_nobody_waiting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import dramatiq
@@ -70,7 +72,9 @@ def test_the_end_of_a_run_is_told_with_its_result_or_reason(app: Application) ->
     assert (heard[1].run_id, heard[1].result) == (completed.id, [1])
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1), KeyError()], ids=["ValueError", "SystemExit", "KeyError"])
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), SystemExit(1), KeyError()], ids=["ValueError", "SystemExit", "KeyError"]
+)
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_a_listener_that_raises_fails_neither_step_nor_run(kind: str, error: BaseException, applications: Applications) -> None:
     """EVENT-2: whatever it raises, at every event there is."""
@@ -192,8 +196,19 @@ def test_previews_are_cut(applications: Applications) -> None:
     assert max(len(event.detail or "") for event in handle.events()) <= 20
 
 
+@pytest.fixture
+def unlogged() -> Iterator[None]:
+    """Nothing is logged: a lone surrogate in captured output is more than a test run in several processes can report."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("unlogged")
 @pytest.mark.parametrize(
-    "text", ["nul \x00 inside", "half a pair \ud800", "line\nbreak \x1b[31m", "\u202eright to left", "é 漢 🎉", "x" * 20_000]
+    "text",
+    ["nul \x00 inside", "half a pair \ud800", "line\nbreak \x1b[31m", "\u202eright to left", "é 漢 🎉", "x" * 20_000],
+    ids=["nul", "half a pair", "control", "direction", "unicode", "long"],
 )
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
 def test_any_text_of_an_error_is_recorded(kind: str, text: str, applications: Applications) -> None:
@@ -220,7 +235,8 @@ def test_any_text_of_an_error_is_recorded(kind: str, text: str, applications: Ap
     assert app.types(handle).count("action.failed") == 2
 
 
-@pytest.mark.parametrize("text", ["nul \x00 inside", "half a pair \ud800", "é 漢 🎉"])
+@pytest.mark.usefixtures("unlogged")
+@pytest.mark.parametrize("text", ["nul \x00 inside", "half a pair \ud800", "é 漢 🎉"], ids=["nul", "half a pair", "unicode"])
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
 def test_any_reason_of_an_operator_is_recorded(kind: str, text: str, applications: Applications) -> None:
     """SAFE-2: a reason that was pasted from somewhere does not keep a run from being cancelled."""

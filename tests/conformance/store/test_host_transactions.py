@@ -132,6 +132,22 @@ def test_savepoints_made_by_hand_are_followed_too(store: Store, operation: Any, 
     assert (count(store), seen) == (2, [2, 2])
 
 
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+def test_a_savepoint_hides_an_outer_one_of_its_name_only_while_it_is_open(
+    store: Store, operation: Any, seen: list[int]
+) -> None:
+    """(On MySQL and MariaDB it replaces it.)"""
+    execute = store.database.execute_sql
+    with store.database.atomic():
+        execute("SAVEPOINT name")
+        store.write(operation)
+        execute("SAVEPOINT name")
+        store.write(add("other"))
+        execute("RELEASE SAVEPOINT name")
+        execute("ROLLBACK TO SAVEPOINT name")
+    assert (count(store), seen) == (0, [])
+
+
 def test_a_failing_operation_leaves_the_host_able_to_go_on(store: Store, operation: Any, seen: list[int]) -> None:
     def failing(tx: Tx) -> None:
         operation(tx)

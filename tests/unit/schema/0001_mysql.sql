@@ -32,11 +32,10 @@ CREATE TABLE IF NOT EXISTS `saga_flow_runs` (`id` VARCHAR(128) NOT NULL PRIMARY 
     `args` LONGBLOB NOT NULL,
     `context` LONGBLOB,
     `result` LONGBLOB,
-    CHECK (status IN ('pending', 'running', 'waiting', 'rolling_back', 'completed', 'failed', 'cancelled', 'expired')),
-    CHECK (rollback IN ('none', 'running', 'halted', 'done')),
-    CHECK ((status IN ('pending', 'running', 'waiting', 'rolling_back')) = (ended_at IS NULL)),
+    CHECK ((ended_at IS NULL AND (status = 'pending' OR status = 'running' OR status = 'waiting' OR status = 'rolling_back')) OR (ended_at IS NOT NULL AND (status = 'cancelled' OR status = 'completed' OR status = 'expired' OR status = 'failed'))),
+    CHECK ((rollback = 'none' OR rollback = 'running' OR rollback = 'halted' OR rollback = 'done')),
     CHECK (status <> 'rolling_back' OR ends_as IS NOT NULL),
-    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (status, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (status, woken_at), INDEX saga_flow_held (status, hold_until), INDEX saga_flow_expiry (status, expires_at), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
+    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (ended_at, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (ended_at, woken_at), INDEX saga_flow_held (ended_at, hold_until), INDEX saga_flow_expiry (ended_at, expires_at), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
 CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `block` INTEGER,
@@ -81,10 +80,10 @@ CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL CO
     `fallback` LONGBLOB,
     `result` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
-    CHECK (status IN ('pending', 'running', 'completed', 'failed', 'awaiting_retry', 'optional_failed', 'expired', 'cancelled')),
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
-    CHECK (status NOT IN ('completed', 'optional_failed', 'expired', 'cancelled') OR ended_at IS NOT NULL),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (status, run_id, sequence), INDEX saga_action_expiry (status, expires_at));
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at));
 CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `level` INTEGER NOT NULL,
@@ -115,12 +114,12 @@ CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT N
     `error` LONGTEXT,
     `args` LONGBLOB NOT NULL, PRIMARY KEY (`run_id`,
     `sequence`),
-    CHECK (status IN ('pending', 'running', 'completed', 'failed')),
-    CHECK (undoes IN ('completed', 'failed', 'unknown')),
-    CHECK (policy IN ('stop', 'continue')),
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed')),
+    CHECK ((undoes = 'completed' OR undoes = 'failed' OR undoes = 'unknown')),
+    CHECK ((policy = 'stop' OR policy = 'continue')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
-    CHECK (status <> 'completed' OR ended_at IS NOT NULL),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (status, run_id, sequence));
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (ended_at, created_at));
 CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `kind` VARCHAR(16) NOT NULL COLLATE utf8mb4_bin,
@@ -144,7 +143,7 @@ CREATE TABLE IF NOT EXISTS `saga_waits` (`run_id` VARCHAR(128) NOT NULL COLLATE 
     `ended_at` BIGINT,
     `payload` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
-    CHECK (status IN ('waiting', 'consumed', 'timed_out', 'cancelled')),
+    CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
     CHECK ((status = 'waiting') = (ended_at IS NULL)), INDEX saga_wait_due (status, due_at), INDEX saga_wait_name (status, name));
 CREATE TABLE IF NOT EXISTS `saga_signals` (`id` BIGINT AUTO_INCREMENT NOT NULL PRIMARY KEY,
     `run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
@@ -154,7 +153,7 @@ CREATE TABLE IF NOT EXISTS `saga_signals` (`id` BIGINT AUTO_INCREMENT NOT NULL P
     `received_at` BIGINT NOT NULL,
     `ended_at` BIGINT,
     `payload` LONGBLOB NOT NULL,
-    CHECK (status IN ('received', 'consumed', 'cancelled')), INDEX saga_signal_run (run_id, name, id), UNIQUE INDEX saga_signal_key (run_id, dedup_key));
+    CHECK ((status = 'received' OR status = 'consumed' OR status = 'cancelled')), INDEX saga_signal_run (run_id, name, id), UNIQUE INDEX saga_signal_key (run_id, dedup_key));
 CREATE TABLE IF NOT EXISTS `saga_children` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `child_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
@@ -176,8 +175,8 @@ CREATE TABLE IF NOT EXISTS `saga_children` (`run_id` VARCHAR(128) NOT NULL COLLA
     `comp_args` LONGBLOB,
     `result` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
-    CHECK (status IN ('pending', 'running', 'awaiting_retry', 'completed', 'failed', 'expired', 'cancelled')),
-    CHECK (close_policy IN ('abandon', 'cancel', 'fail')), INDEX saga_child_run (child_id));
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR status = 'completed' OR status = 'failed' OR status = 'expired' OR status = 'cancelled')),
+    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')), INDEX saga_child_run (child_id));
 CREATE TABLE IF NOT EXISTS `saga_side_effects` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `name` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,

@@ -32,17 +32,16 @@ CREATE TABLE IF NOT EXISTS "saga_flow_runs" ("id" VARCHAR(128) NOT NULL PRIMARY 
     "args" BYTEA NOT NULL,
     "context" BYTEA,
     "result" BYTEA,
-    CHECK (status IN ('pending', 'running', 'waiting', 'rolling_back', 'completed', 'failed', 'cancelled', 'expired')),
-    CHECK (rollback IN ('none', 'running', 'halted', 'done')),
-    CHECK ((status IN ('pending', 'running', 'waiting', 'rolling_back')) = (ended_at IS NULL)),
+    CHECK ((ended_at IS NULL AND (status = 'pending' OR status = 'running' OR status = 'waiting' OR status = 'rolling_back')) OR (ended_at IS NOT NULL AND (status = 'cancelled' OR status = 'completed' OR status = 'expired' OR status = 'failed'))),
+    CHECK ((rollback = 'none' OR rollback = 'running' OR rollback = 'halted' OR rollback = 'done')),
     CHECK (status <> 'rolling_back' OR ends_as IS NOT NULL),
     CHECK (wakes_seen <= wakes));
 CREATE INDEX IF NOT EXISTS saga_flow_created ON saga_flow_runs (created_at, id);
-CREATE INDEX IF NOT EXISTS saga_flow_live ON saga_flow_runs (created_at, id) WHERE status IN ('pending', 'running', 'waiting', 'rolling_back');
-CREATE INDEX IF NOT EXISTS saga_flow_unhappy ON saga_flow_runs (created_at, id) WHERE status IN ('failed', 'cancelled', 'expired');
-CREATE INDEX IF NOT EXISTS saga_flow_unseen ON saga_flow_runs (woken_at) WHERE wakes > wakes_seen AND status IN ('pending', 'running', 'waiting', 'rolling_back');
-CREATE INDEX IF NOT EXISTS saga_flow_held ON saga_flow_runs (hold_until) WHERE hold_until IS NOT NULL AND status IN ('pending', 'running', 'waiting', 'rolling_back');
-CREATE INDEX IF NOT EXISTS saga_flow_expiry ON saga_flow_runs (expires_at) WHERE expires_at IS NOT NULL AND status IN ('pending', 'running', 'waiting', 'rolling_back');
+CREATE INDEX IF NOT EXISTS saga_flow_live ON saga_flow_runs (created_at, id) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_flow_unhappy ON saga_flow_runs (created_at, id) WHERE (status = 'failed' OR status = 'cancelled' OR status = 'expired');
+CREATE INDEX IF NOT EXISTS saga_flow_unseen ON saga_flow_runs (woken_at) WHERE wakes > wakes_seen AND ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_flow_held ON saga_flow_runs (hold_until) WHERE hold_until IS NOT NULL AND ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_flow_expiry ON saga_flow_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_children ON saga_flow_runs (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_ended ON saga_flow_runs (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
@@ -89,12 +88,12 @@ CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL CO
     "fallback" BYTEA,
     "result" BYTEA, PRIMARY KEY ("run_id",
     "sequence"),
-    CHECK (status IN ('pending', 'running', 'completed', 'failed', 'awaiting_retry', 'optional_failed', 'expired', 'cancelled')),
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
-    CHECK (status NOT IN ('completed', 'optional_failed', 'expired', 'cancelled') OR ended_at IS NOT NULL),
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0));
-CREATE INDEX IF NOT EXISTS saga_action_live ON saga_action_runs (run_id, sequence) WHERE status IN ('pending', 'running', 'failed', 'awaiting_retry');
-CREATE INDEX IF NOT EXISTS saga_action_expiry ON saga_action_runs (expires_at) WHERE expires_at IS NOT NULL AND status IN ('pending', 'running', 'failed', 'awaiting_retry');
+CREATE INDEX IF NOT EXISTS saga_action_live ON saga_action_runs (created_at) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_action_expiry ON saga_action_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
 CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "level" INTEGER NOT NULL,
@@ -125,13 +124,13 @@ CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT N
     "error" TEXT,
     "args" BYTEA NOT NULL, PRIMARY KEY ("run_id",
     "sequence"),
-    CHECK (status IN ('pending', 'running', 'completed', 'failed')),
-    CHECK (undoes IN ('completed', 'failed', 'unknown')),
-    CHECK (policy IN ('stop', 'continue')),
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed')),
+    CHECK ((undoes = 'completed' OR undoes = 'failed' OR undoes = 'unknown')),
+    CHECK ((policy = 'stop' OR policy = 'continue')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
-    CHECK (status <> 'completed' OR ended_at IS NOT NULL),
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0));
-CREATE INDEX IF NOT EXISTS saga_comp_live ON saga_compensation_runs (run_id, sequence) WHERE status IN ('pending', 'running');
+CREATE INDEX IF NOT EXISTS saga_comp_live ON saga_compensation_runs (created_at) WHERE ended_at IS NULL;
 CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "kind" VARCHAR(16) NOT NULL COLLATE "C",
@@ -155,7 +154,7 @@ CREATE TABLE IF NOT EXISTS "saga_waits" ("run_id" VARCHAR(128) NOT NULL COLLATE 
     "ended_at" BIGINT,
     "payload" BYTEA, PRIMARY KEY ("run_id",
     "sequence"),
-    CHECK (status IN ('waiting', 'consumed', 'timed_out', 'cancelled')),
+    CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
     CHECK ((status = 'waiting') = (ended_at IS NULL)));
 CREATE INDEX IF NOT EXISTS saga_wait_due ON saga_waits (due_at) WHERE status = 'waiting';
 CREATE INDEX IF NOT EXISTS saga_wait_name ON saga_waits (name) WHERE status = 'waiting';
@@ -167,7 +166,7 @@ CREATE TABLE IF NOT EXISTS "saga_signals" ("id" BIGSERIAL NOT NULL PRIMARY KEY,
     "received_at" BIGINT NOT NULL,
     "ended_at" BIGINT,
     "payload" BYTEA NOT NULL,
-    CHECK (status IN ('received', 'consumed', 'cancelled')));
+    CHECK ((status = 'received' OR status = 'consumed' OR status = 'cancelled')));
 CREATE INDEX IF NOT EXISTS saga_signal_run ON saga_signals (run_id, name, id);
 CREATE UNIQUE INDEX IF NOT EXISTS saga_signal_key ON saga_signals (run_id, dedup_key) WHERE dedup_key IS NOT NULL;
 CREATE TABLE IF NOT EXISTS "saga_children" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
@@ -191,8 +190,8 @@ CREATE TABLE IF NOT EXISTS "saga_children" ("run_id" VARCHAR(128) NOT NULL COLLA
     "comp_args" BYTEA,
     "result" BYTEA, PRIMARY KEY ("run_id",
     "sequence"),
-    CHECK (status IN ('pending', 'running', 'awaiting_retry', 'completed', 'failed', 'expired', 'cancelled')),
-    CHECK (close_policy IN ('abandon', 'cancel', 'fail')));
+    CHECK ((status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR status = 'completed' OR status = 'failed' OR status = 'expired' OR status = 'cancelled')),
+    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')));
 CREATE INDEX IF NOT EXISTS saga_child_run ON saga_children (child_id);
 CREATE TABLE IF NOT EXISTS "saga_side_effects" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from .builders import ActionBuilder
+from .codec import short_text
 from .engine.replay import Replay, current_replay
 from .errors import SagaError
+from .store.models import NAME_LENGTH
 
 if TYPE_CHECKING:
     import structlog
@@ -29,12 +31,14 @@ def tag_text(key: object, value: object) -> str | None:
 
     Raises:
       TypeError: the key is not text, or the value neither text, an integer nor None.
+      ValueError: one of them does not fit its column.
     """
-    if not isinstance(key, str) or not key:
-        raise TypeError(f"a tag's key is text, not {key!r}")
+    short_text(key, "a tag's key", limit=NAME_LENGTH)
     if value is not None and (isinstance(value, bool) or not isinstance(value, str | int)):
         raise TypeError(f"tag {key!r} takes text, an integer or None, not {value!r}: make it text yourself")
-    return None if value is None else str(value)
+    if value is None or value == "":
+        return value
+    return short_text(str(value), f"the value of tag {key!r}", limit=NAME_LENGTH)
 
 
 class Flow:
@@ -79,8 +83,12 @@ class Flow:
 
         Raises:
           NotSerializableError: the value cannot be stored.
+          TypeError, ValueError: the key cannot be.
         """
-        value: T = self._use().side_effect(key, fn)
+        replay = self._use()
+        if not replay.is_replaying:
+            short_text(key, "the key of a side effect", limit=NAME_LENGTH)
+        value: T = replay.side_effect(key, fn)
         return value
 
     def tag(self, key: str, value: str | int | None = None) -> None:

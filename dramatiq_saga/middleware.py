@@ -60,7 +60,7 @@ from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
-from .step import OPTION, Delivery, Runner
+from .step import OPTION, Delivery, Runner, is_ours
 from .store.database import Database, Store, open_store
 from .store.trouble import is_trouble
 
@@ -282,7 +282,7 @@ class SagaMiddleware(Middleware):
         """No message leaves from inside a workflow function; note when Dramatiq asks for another try."""
         refuse_inside_workflow(f"sending a message to {message.actor_name}")
         delivery = self._local.delivery
-        if delivery is not None and OPTION in message.options and message.message_id == delivery.message.message_id:
+        if delivery is not None and message.message_id == delivery.message.message_id and is_ours(message):
             delivery.retry_asked = True
             if delivery.state == "failed" and delivery.claim is not None:
                 self._note_next_try(broker, delivery, delay or 0)
@@ -305,19 +305,23 @@ class SagaMiddleware(Middleware):
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
         local = self._local
-        if OPTION not in message.options:
+        if not is_ours(message):
             if local.delivery is not None:
                 local.delivery = local.pending = None
             return
-        local.delivery = local.pending = Delivery(message)
+        delivery = local.delivery = local.pending = Delivery(message)
         if message.failed:
             local.pending = None
+        elif delivery.damaged:
+            local.pending = None
+            message.fail()
+            raise SkipMessage(f"a message of dramatiq-saga that names no row: {message.options[OPTION]!r}")
 
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
         interrupt = _interrupt_behind(exception)
-        if interrupt is None or OPTION not in message.options:
+        if interrupt is None or not is_ours(message):
             return
         # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
         local = self._local
@@ -328,7 +332,7 @@ class SagaMiddleware(Middleware):
             self.runner(broker).resume(delivery, interrupt)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
-        if OPTION in message.options:
+        if is_ours(message):
             CurrentMessage._MESSAGE.set(None)  # NATIVE-5: Dramatiq leaves the skipped message there
             message.options["store_results"] = False
             local = self._local
@@ -341,7 +345,8 @@ class SagaMiddleware(Middleware):
         """What would be forgotten with this acknowledgement is recorded first."""
         delivery = self._local.delivery
         if delivery is not None and delivery.message is message:
-            self._withholding(lambda: self._before_ack(broker, delivery))
+            if not delivery.damaged:
+                self._withholding(lambda: self._before_ack(broker, delivery))
             self._let_go()
 
     def _before_ack(self, broker: Broker, delivery: Delivery) -> None:
@@ -366,12 +371,13 @@ class SagaMiddleware(Middleware):
 
     def before_nack(self, broker: Broker, message: MessageProxy) -> None:
         """Dramatiq gives the message up: the row learns of it first (NATIVE-2, NATIVE-3)."""
-        if OPTION not in message.options:
+        if not is_ours(message):
             return
         delivery = self._local.delivery
         if delivery is None or delivery.message is not message:
             delivery = Delivery(message)
-        self._withholding(lambda: self._before_nack(broker, delivery))
+        if not delivery.damaged:
+            self._withholding(lambda: self._before_nack(broker, delivery))
         self._let_go()
 
     def _before_nack(self, broker: Broker, delivery: Delivery) -> None:
@@ -395,7 +401,7 @@ class SagaMiddleware(Middleware):
         message = delivery.message
         if delivery.state == "new":
             return _interrupt_behind(message._exception) is not None
-        undecided = delivery.state == "failed" and not message.failed and not delivery.retry_asked
+        undecided = delivery.state == "failed" and not message.failed and not delivery.asks_again
         return undecided and any(isinstance(middleware, Retries) for middleware in broker.middleware)
 
     def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:

@@ -45,7 +45,7 @@ from .interrupts import Body, disarm, shielded
 from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
-    from dramatiq import Broker
+    from dramatiq import Broker, Message
     from dramatiq.broker import MessageProxy
 
     from .engine.core import Engine, Sender
@@ -118,29 +118,33 @@ class Step:
         return row[0] not in ("pending", "running", "waiting")
 
 
+def is_ours(message: Message[Any] | MessageProxy) -> bool:
+    """Whether a message is one of a run: other messages may carry an option of the same name."""
+    facts = message.options.get(OPTION)
+    return isinstance(facts, dict) and "run" in facts
+
+
 class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retries", "retry_asked", "retry_sent",
-        "run_id", "state",
+        "actor", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
+        "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
         facts = message.options[OPTION]
+        kind, run, sequence = facts.get("kind"), facts.get("run"), facts.get("sequence")
+        cycle, attempts = facts.get("cycle", 0), facts.get("attempts", 0)
         self.message = message
         self.actor = message.actor_name
-        self.run_id: str = facts["run"]
+        self.run_id: str = run
         self.job: Job | None = None
-        if facts["kind"] != "drive":
-            self.job = Job(
-                facts["kind"],
-                facts["run"],
-                facts["sequence"],
-                facts.get("cycle", 0),
-                facts.get("attempts", 0),
-                message.message_id,
-            )
+        if kind in ("step", "compensation"):
+            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
+        # A message of ours that says nothing that could be acted on: cut short, or made by other code.
+        known = type(sequence) is int if self.job is not None else kind == "drive"
+        self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.body: Body | None = None

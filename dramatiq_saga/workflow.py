@@ -18,7 +18,7 @@ from dramatiq import Actor, Broker
 
 from .builders import check_options
 from .clock import moment_to_ms, to_ms, uuid7
-from .codec import encode_call, printable
+from .codec import encode_call, printable, short_text
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
@@ -37,6 +37,10 @@ _REFUSED = {
     "max_age": "a run has a deadline: expires_in",
     "store_results": "the run keeps its result: FlowHandle.result()",
 }
+
+
+#: Longest version, in characters.
+VERSION_LENGTH = 64
 
 
 class Workflow(Generic[P, R]):
@@ -186,7 +190,7 @@ class Workflow(Generic[P, R]):
         return runs.NewRun(
             run_id or uuid7(now),
             self.name,
-            version if version is not None else self.version,
+            _version(version) if version is not None else self.version,
             self.queue_name,
             encode_call(args, kwargs),
             priority=priority if priority is not None else self._priority or None,
@@ -231,6 +235,10 @@ def check_id(run_id: object) -> None:
         raise ValueError(
             f"run_id {run_id!r} must be text of 1 to {ID_LENGTH} printable characters, without spaces at its ends or control characters"
         )
+
+
+def _version(version: str | None) -> str | None:
+    return None if version is None else short_text(version, "a version", limit=VERSION_LENGTH)
 
 
 def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
@@ -304,16 +312,16 @@ def workflow(
         raise TypeError(f"a workflow does not take {option!r}")
 
     def declare(function: Callable[..., Any]) -> Workflow[Any, Any]:
-        chosen = name or function.__name__
-        if len(chosen) > NAME_LENGTH:
-            raise ValueError(f"a workflow's name has at most {NAME_LENGTH} characters")
+        chosen = short_text(function.__name__ if name is None else name, "a workflow's name", limit=NAME_LENGTH)
+        limit = {} if time_limit is None else {"time_limit": time_limit}
+        check_options({"queue_name": queue_name, "priority": priority, **limit}, f"workflow {chosen}")
         return Workflow(
             function,
             name=chosen,
             queue_name=queue_name,
-            version=version,
+            version=_version(version),
             expires_in=expires_in,
-            tags=tags,
+            tags={key: tag_text(key, value) for key, value in (tags or {}).items()},
             priority=priority,
             time_limit=time_limit,
             broker=broker or dramatiq.get_broker(),

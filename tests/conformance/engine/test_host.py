@@ -40,7 +40,9 @@ class Host:
             if kind == "redis":
                 applications._redis.append(servers.claim_redis())
             broker: Any = (
-                StubBroker(middleware=middleware) if kind == "stub" else RedisBroker(url=applications._redis[-1], middleware=middleware)
+                StubBroker(middleware=middleware)
+                if kind == "stub"
+                else RedisBroker(url=applications._redis[-1], middleware=middleware)
             )
             ours = SagaMiddleware(self.db, settings=settings)
         else:
@@ -113,10 +115,15 @@ def test_a_start_vanishes_with_its_host(host: Host) -> None:
     """C08: raised before the commit; neither run nor message nor history."""
     app, one = host.app, quick(host.app)
     app.start()
-    with pytest.raises(KeyError), host.db.atomic():
-        host.insert(1)
-        one.send_with_options(tags={"a": 1})
-        raise KeyError
+
+    def fails() -> None:
+        with host.db.atomic():
+            host.insert(1)
+            one.send_with_options(tags={"a": 1})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     app.drain()
     assert host.rows() == []
     for table in ("flow_runs", "flow_events", "tags"):
@@ -149,11 +156,16 @@ def test_cancelling_and_tagging_join_the_host(host: Host) -> None:
     """HOST-1: they commit or vanish with it."""
     app, one = host.app, quick(host.app)
     handle = one.send_with_options(delay=3_600_000)
-    with pytest.raises(KeyError), host.db.atomic():
-        assert handle.cancel() is True
-        handle.tag("why", "x")
-        assert handle.status == "cancelled"
-        raise KeyError
+
+    def fails() -> None:
+        with host.db.atomic():
+            assert handle.cancel() is True
+            handle.tag("why", "x")
+            assert handle.status == "cancelled"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert (handle.status, handle.tags) == ("pending", {})
     with host.db.atomic():
         assert handle.cancel() is True
@@ -179,7 +191,9 @@ def test_what_cannot_be_part_of_a_transaction_is_refused_in_one(host: Host) -> N
 
 
 @pytest.mark.parametrize("ending", ["returns", "raises"])
-def test_a_transaction_that_a_body_leaves_open_takes_neither_the_engines_records_nor_itself_along(host: Host, ending: str) -> None:
+def test_a_transaction_that_a_body_leaves_open_takes_neither_the_engines_records_nor_itself_along(
+    host: Host, ending: str
+) -> None:
     """C59: it is rolled back, the step fails with a cause that says so, and the next step on that thread is not affected."""
     app = host.app
 

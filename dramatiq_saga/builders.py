@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -131,6 +132,11 @@ class ActionBuilder(Generic[R]):
                 raise TypeError(
                     "compensate_with() takes arguments with an actor; a callable gets the step's result and nothing else"
                 )
+            if isinstance(actor_or_builder, Message):
+                raise TypeError(
+                    "compensate_with() takes the actor and its arguments, compensate_with(refund, 3), or a function that makes the "
+                    "message from the step's result, compensate_with(lambda result: refund.message(result)); not a message"
+                )
             if not callable(actor_or_builder):
                 raise TypeError(
                     f"compensate_with() takes an actor or a callable that returns a message, not {type(actor_or_builder).__name__}"
@@ -210,6 +216,7 @@ class ActionBuilder(Generic[R]):
             if name in _REFUSED_OPTIONS:
                 raise TypeError(f"with_options() does not take {name!r}: {_REFUSED_OPTIONS[name]}")
             self._check_spelling(name)
+        check_options(options, "with_options()")
         try:
             json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -319,6 +326,42 @@ class ActionBuilder(Generic[R]):
     def __del__(self) -> None:
         if not getattr(self, "_built", True):
             self._replay.builder_dropped(f"action({self._actor.actor_name})")
+
+
+#: What Dramatiq takes for the options that it reads from a message: a test, and the words for it.
+_OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_retries": (lambda value: value is None or (_is_integer(value) and value >= 0), "a number of tries from 0, or None"),
+    "min_backoff": (lambda value: _is_integer(value) and value >= 0, "milliseconds, as an integer from 0"),
+    "max_backoff": (lambda value: _is_integer(value) and value >= 0, "milliseconds, as an integer from 0"),
+    "max_age": (lambda value: value is None or (_is_integer(value) and value > 0), "milliseconds, as an integer above 0"),
+    "time_limit": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+        "milliseconds, as a number above 0",
+    ),
+    "priority": (lambda value: _is_integer(value), "an integer; lower ones go first"),
+    "queue_name": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9._-]*", value) is not None,
+        "a queue's name: letters, digits, dots, dashes and underscores, beginning with a letter or an underscore",
+    ),
+    "notify_shutdown": (lambda value: isinstance(value, bool), "True or False"),
+    "store_results": (lambda value: isinstance(value, bool), "True or False"),
+}
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Refuse values that Dramatiq would stumble over when the message has left already.
+
+    Raises:
+      TypeError: names the option, the value, and what it takes.
+    """
+    for name, value in options.items():
+        known = _OPTION_VALUES.get(name)
+        if known is not None and not known[0](value):
+            raise TypeError(f"{where} does not take {name}={value!r}: it is {known[1]}")
 
 
 class _Reclaim:

@@ -351,6 +351,17 @@ _UNPRINTABLE = re.compile(
 )
 
 
+def storable(text: str) -> str:
+    """``text`` as every database's text column takes it: NUL and halves of surrogate pairs become visible escapes."""
+    if "\x00" in text:
+        text = text.replace("\x00", "\\x00")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-8", "backslashreplace").decode()
+    return text
+
+
 def printable(text: str) -> str:
     """``text`` on one line, safe for a terminal: control characters and directional overrides become visible escapes."""
     return _UNPRINTABLE.sub(_escaped, text)

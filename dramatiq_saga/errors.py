@@ -192,7 +192,10 @@ class FlowNotFoundError(SagaError, LookupError):
         self.run_id = run_id
 
     def __str__(self) -> str:
-        return f"no run has the id {self.run_id!r}: check the id, the database and the table prefix; finished runs are pruned"
+        return (
+            f"no run has the id {self.run_id!r}: check the id, the database and the table prefix; "
+            "one that was started in a transaction is there once that has committed"
+        )
 
 
 class FlowEndedError(SagaError):
@@ -237,26 +240,32 @@ class FlowExpiredError(FlowEndedError):
 class ResultMissing(SagaError, _DramatiqResultMissing):
     """The run has not finished yet, so it has no result."""
 
-    def __init__(self, run_id: str, status: str) -> None:
-        Exception.__init__(self, run_id, status)  # Dramatiq's own takes a message only
+    def __init__(self, run_id: str, status: str, held: str | None = None) -> None:
+        Exception.__init__(self, run_id, status, held)  # Dramatiq's own takes a message only
         self.run_id = run_id
         self.status = status
+        self.held = held
         self.message = str(self)
 
     def __str__(self) -> str:
+        if self.held:
+            return f"run {self.run_id} is held: {self.held}; it goes on once that is mended and deployed"
         return f"run {self.run_id} is {self.status} and has no result yet: wait for it with result(wait=seconds)"
 
 
 class ResultTimeout(SagaError, _DramatiqResultTimeout):
     """The run did not finish within the time given to wait for it."""
 
-    def __init__(self, run_id: str, status: str) -> None:
-        Exception.__init__(self, run_id, status)
+    def __init__(self, run_id: str, status: str, held: str | None = None) -> None:
+        Exception.__init__(self, run_id, status, held)
         self.run_id = run_id
         self.status = status
+        self.held = held
         self.message = str(self)
 
     def __str__(self) -> str:
+        if self.held:
+            return f"run {self.run_id} is held: {self.held}; it goes on once that is mended and deployed"
         return f"run {self.run_id} did not finish in the time given, it is {self.status}; it goes on all the same"
 
 

@@ -24,6 +24,19 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+def tag_text(key: object, value: object) -> str | None:
+    """A tag's value as it is stored (TAG-1).
+
+    Raises:
+      TypeError: the key is not text, or the value neither text, an integer nor None.
+    """
+    if not isinstance(key, str) or not key:
+        raise TypeError(f"a tag's key is text, not {key!r}")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, str | int)):
+        raise TypeError(f"tag {key!r} takes text, an integer or None, not {value!r}: make it text yourself")
+    return None if value is None else str(value)
+
+
 class Flow:
     """The argument that a workflow function receives. It belongs to one replay, in one thread, and dies with it."""
 
@@ -72,7 +85,8 @@ class Flow:
 
     def tag(self, key: str, value: str | int | None = None) -> None:
         """Write a tag of this run; the last write of a key wins (TAG-1)."""
-        self._use().tags[key] = None if value is None else str(value)
+        replay = self._use()
+        replay.tags[key] = tag_text(key, value)
 
     @property
     def tags(self) -> Mapping[str, str | None]:

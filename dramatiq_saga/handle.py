@@ -23,7 +23,9 @@ from .errors import (
     FlowNotFoundError,
     ResultMissing,
     ResultTimeout,
+    in_one_line,
 )
+from .flow import tag_text
 from .statuses import FlowStatus, RollbackStatus
 from .views import ActionView, CompensationView, EventView
 
@@ -40,7 +42,7 @@ R = TypeVar("R")
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.1
 
 _STATUS = "SELECT status, rollback, workflow FROM {flow_runs} WHERE id = ?"
-_RESULT = "SELECT status, result, error, reason, workflow FROM {flow_runs} WHERE id = ?"
+_RESULT = "SELECT status, result, error, reason, workflow, hold_error FROM {flow_runs} WHERE id = ?"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
 _LOCK = "SELECT status FROM {flow_runs} WHERE id = ?{for_update}"
 _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
@@ -95,10 +97,12 @@ class FlowHandle(Generic[R]):
           FlowFailedError, FlowCancelledError, FlowExpiredError: it ended otherwise; ``cause`` is the recorded error.
         """
         seconds = wait.total_seconds() if isinstance(wait, timedelta) else wait
+        if seconds and self._engine.store.joined():
+            runs.refuse_joined(self._engine, "result(wait=...)")
         deadline = None if seconds is None else time.monotonic() + seconds
         pause = _FIRST_WAIT
         while True:
-            status, result, error, reason, workflow = self._row(_RESULT)
+            status, result, error, reason, workflow, hold = self._row(_RESULT)
             if status == FlowStatus.COMPLETED:
                 value: R = decode(bytes(result))
                 return value
@@ -110,10 +114,10 @@ class FlowHandle(Generic[R]):
             if status == FlowStatus.EXPIRED:
                 raise FlowExpiredError(self.id, workflow, cause, reason)
             if deadline is None:
-                raise ResultMissing(self.id, status)
+                raise ResultMissing(self.id, status, _in_words(hold))
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ResultTimeout(self.id, status)
+                raise ResultTimeout(self.id, status, _in_words(hold))
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LONGEST_WAIT)
 
@@ -145,7 +149,7 @@ class FlowHandle(Generic[R]):
     def tag(self, key: str, value: str | int | None = None) -> None:
         """Write a tag; the last write of a key wins, integers become strings (TAG-1)."""
         refuse_inside_workflow("tagging a run from its handle")
-        text = None if value is None else str(value)
+        text = tag_text(key, value)
 
         def operation(tx: Any) -> bool:
             if tx.one(_LOCK, (self.id,)) is None:
@@ -183,6 +187,14 @@ class FlowHandle(Generic[R]):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+
+def _in_words(error: str | None) -> str | None:
+    """A recorded error in one line."""
+    if not error:
+        return None
+    recorded = load_error(error)
+    return in_one_line(recorded["type"], recorded["message"])
 
 
 def get_flow(run_id: str, *, broker: Broker | None = None) -> FlowHandle[Any]:

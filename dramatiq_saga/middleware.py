@@ -57,6 +57,7 @@ from .errors import (
     UnknownActorError,
 )
 from .flow import Flow
+from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .settings import Settings
 from .step import OPTION, Delivery, Runner
@@ -117,6 +118,8 @@ class SagaMiddleware(Middleware):
     ) -> None:
         if locks is not None:
             raise NotImplementedError("overlap locks are not part of this version; claims alone keep work from running twice")
+        if isinstance(database, Settings):
+            raise TypeError("SagaMiddleware() takes its settings by name: SagaMiddleware(settings=Settings.recommended())")
         self.settings = settings or Settings()
         self._database = database
         self._local = _Local()
@@ -191,9 +194,14 @@ class SagaMiddleware(Middleware):
         """How messages leave: in the transaction with a database broker on the store's database, after it otherwise (DRIVE-3)."""
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
-            return JoinedSender(cast("Any", broker), functools.partial(build_message, broker))
+            return JoinedSender(
+                cast("Any", broker), functools.partial(build_message, broker), functools.partial(disarm, broker)
+            )
         return DeferredSender(
-            engine.store, lambda message, delay: _enqueue(broker, message, delay), functools.partial(build_message, broker)
+            engine.store,
+            functools.partial(_enqueue, broker),
+            build=functools.partial(build_message, broker),
+            calm=functools.partial(disarm, broker),
         )
 
     # --- declaring ---------------------------------------------------------------------------------------------------
@@ -201,7 +209,8 @@ class SagaMiddleware(Middleware):
     def after_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
         """Put the wrapper around the actor's function: it answers only for the message at hand."""
         self._broker = self._broker or broker
-        if getattr(actor.fn, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
+        # The mark is the actor's: a function may be shared by two, or carry another's attributes (functools.wraps).
+        if getattr(actor, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
             return
         plain = actor.fn
         local = self._local
@@ -210,12 +219,13 @@ class SagaMiddleware(Middleware):
         def call(*args: Any, **kwargs: Any) -> Any:
             delivery = local.pending
             if delivery is None or delivery.actor != actor.actor_name:
+                refuse_inside_workflow(f"calling actor {actor.actor_name} (write flow.run({actor.actor_name}, ...))")
                 return plain(*args, **kwargs)
             local.pending = None
             return self.runner(broker).perform(delivery, plain)
 
-        call.__saga_wrapped__ = self  # type: ignore[attr-defined]
         actor.fn = call
+        actor.__saga_wrapped__ = self  # type: ignore[attr-defined]
 
     def drive_from_message(self, broker: Broker, workflow: str) -> None:
         """What a workflow's actor does when a message calls it."""
@@ -306,7 +316,8 @@ class SagaMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        if not isinstance(exception, Interrupt) or OPTION not in message.options:
+        interrupt = _interrupt_behind(exception)
+        if interrupt is None or OPTION not in message.options:
             return
         # An interrupt has escaped the wrapper, or has cut the way to it short. It is no failure of the step.
         local = self._local
@@ -314,7 +325,7 @@ class SagaMiddleware(Middleware):
             local.delivery = Delivery(message)
         delivery, local.pending = local.delivery, None
         if delivery.job is not None and delivery.state in ("new", "claimed"):
-            self.runner(broker).resume(delivery, exception)
+            self.runner(broker).resume(delivery, interrupt)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         if OPTION in message.options:
@@ -339,12 +350,16 @@ class SagaMiddleware(Middleware):
             runner.finish(delivery)
         if delivery.state == "done" or delivery.retry_sent:
             return
-        if delivery.retry_asked:
+        if self._was_cut_short(broker, delivery):
+            runner.put_back(delivery)
+        elif delivery.asks_again:
             self._retry_again(broker, delivery)
         elif delivery.state == "failed":  # nothing on this broker retries
             runner.give_up(delivery)
         elif delivery.job is None:
-            self.log.warning("drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000)
+            self.log.warning(
+                "drive_message_skipped", run_id=delivery.run_id, workflow=delivery.actor, again_in=SKIPPED_DRIVE_MS / 1000
+            )
             runner.put_back(delivery, SKIPPED_DRIVE_MS)
         elif delivery.state in ("new", "skipped"):
             runner.refuse(delivery.job, delivery.actor, self._reason(broker, delivery))
@@ -363,7 +378,9 @@ class SagaMiddleware(Middleware):
         runner, job = self.runner(broker), delivery.job
         if self._unrecorded(delivery):
             runner.finish(delivery)
-        if job is None:
+        if self._was_cut_short(broker, delivery):
+            runner.put_back(delivery)
+        elif job is None:
             runner.hold(delivery, self._reason(broker, delivery))
         elif delivery.state == "failed":
             runner.give_up(delivery)
@@ -372,6 +389,14 @@ class SagaMiddleware(Middleware):
                 self.log.error("actor_unknown", run_id=delivery.run_id, sequence=job.sequence, actor=delivery.actor)
                 return  # NATIVE-3: a worker that knows it may come; the doctor tries again
             runner.refuse(job, delivery.actor, self._reason(broker, delivery))
+
+    def _was_cut_short(self, broker: Broker, delivery: Delivery) -> bool:
+        """Whether an interrupt kept the message from the wrapper, or a failed one from Dramatiq's decision about another try."""
+        message = delivery.message
+        if delivery.state == "new":
+            return _interrupt_behind(message._exception) is not None
+        undecided = delivery.state == "failed" and not message.failed and not delivery.retry_asked
+        return undecided and any(isinstance(middleware, Retries) for middleware in broker.middleware)
 
     def _reason(self, broker: Broker, delivery: Delivery) -> BaseException:
         """Why a message ends that was never run (NATIVE-3)."""
@@ -430,6 +455,13 @@ class SagaMiddleware(Middleware):
                 raise MessageNotSentError(f"the next try of {delivery.actor} could not be sent: {error}") from error
 
         self.runner(broker).persist(part)
+
+
+def _interrupt_behind(exception: BaseException | None) -> Interrupt | None:
+    """The interrupt that an exception is, or that it hides: Dramatiq's call of an actor has a ``finally`` that can fail."""
+    while exception is not None and not isinstance(exception, Interrupt):
+        exception = exception.__context__
+    return exception
 
 
 class BootRefusedError(SagaError, MiddlewareError):

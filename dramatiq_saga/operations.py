@@ -328,14 +328,14 @@ class Operator:
         actor = self.broker.actors.get(actor_name) if self.broker is not None else None
         if self.broker is None or actor is None:
             limit = options.get("max_retries")
-            return None if limit is None else limit + 1
+            return limit + 1 if isinstance(limit, int) else None
         retries = next((one for one in self.broker.middleware if isinstance(one, Retries)), None)
         if retries is None:
             return 1
         if actor.options.get("retry_when", retries.retry_when) is not None:
             return None
         limit = options.get("max_retries", actor.options.get("max_retries", retries.max_retries))
-        return None if limit is None else limit + 1
+        return limit + 1 if isinstance(limit, int) else None
 
 
 def run_of(letter: DeadLetter) -> str | None:

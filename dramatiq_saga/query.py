@@ -162,6 +162,9 @@ def read_conditions(
         given["workflow"] = workflow if isinstance(workflow, str) else workflow.name
     if status is not None:
         words = [status] if isinstance(status, str) else list(status)
+        wrong = [word for word in words if word not in set(FlowStatus)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not a status of a run: they are {', '.join(FlowStatus)}")
         given["status"] = tuple(FlowStatus(word).value for word in words)
     if tags is not None:
         given["tags"] = tuple((name, None if value is None else str(value)) for name, value in tags.items())

@@ -58,11 +58,12 @@ class CompensationReport:
     row: CompensationView
     tries_in_all: int | None
     repair_attempts: int
+    goes_on: bool = True  # whether its rollback is running
 
     @property
     def next_try(self) -> NextTry | None:
         """See :class:`NextTry`; ``None`` where none is to come."""
-        return _next_try(self.row, self.tries_in_all, self.row.not_before)
+        return _next_try(self.row, self.tries_in_all, self.row.not_before) if self.goes_on else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,9 @@ def read_run(
     for row in tx.all(_COMPENSATIONS, (run_id,)):
         *columns, options, repairs = row
         view = CompensationView(*_plain(columns))
-        undone[view.sequence] = CompensationReport(view, tries_of(view.actor, _options(options)), repairs)
+        undone[view.sequence] = CompensationReport(
+            view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running"
+        )
     steps = []
     for row in tx.all(_STEPS, (run_id,)):
         *columns, options, comp_actor, from_result, repairs = row

@@ -25,17 +25,20 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimit
+from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit
+from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
 from .engine import fence, rollback, runs
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
+from .engine.replay import forget_replay
 from .engine.rows import Outgoing
 from .errors import (
     MessageNotSentError,
     NotSerializableError,
     ResultNotSerializableError,
+    StepInterruptedError,
     StepLeftTransactionError,
 )
 from .interrupts import Body, disarm, shielded
@@ -119,7 +122,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "attempt", "body", "claim", "failure", "interrupts", "job", "message", "retries", "retry_asked", "retry_sent",
+        "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -143,8 +147,14 @@ class Delivery:
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
+        self.retries: int = message.options.get("retries", 0)
         self.retry_asked = False
         self.retry_sent = False
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether Dramatiq wants another try: it has begun to enqueue one, or has counted it and not come so far."""
+        return self.retry_asked or self.message.options.get("retries", 0) != self.retries
 
 
 class Runner:
@@ -213,6 +223,8 @@ class Runner:
         what ``delivery`` says; only a body that was started is never started again (FENCE-5)."""
         job = delivery.job
         assert job is not None
+        if delivery.interrupts:
+            forget_replay()
         if delivery.state in ("done", "failed"):
             return
         if delivery.attempt is None:
@@ -227,20 +239,67 @@ class Runner:
                 self._lost(delivery, found)
                 return
             delivery.claim, delivery.state, claim = found, "claimed", found
+        if delivery.body is None and claim.claims > (claim.max_claims or self.engine.settings.reclaim.max_claims):
+            self.persist(lambda: self._poisoned(delivery, claim))
+            return
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
             options = delivery.message.options
             options[OPTION] = {**options[OPTION], "attempts": claim.attempts}
             if claim.tries > options.get("retries", 0):
-                options["retries"] = claim.tries  # NATIVE-1: counted on the row; a redelivery does not know of them
+                # NATIVE-1: tries are counted on the row. A redelivery does not know of one whose worker was lost between the
+                # failure and Dramatiq's decision about it. test_a_failure_that_was_the_last_is_not_tried_again_after_a_kill
+                if self._are_tries_spent(delivery, claim.tries):
+                    self.persist(lambda: self._give_up_at_last(delivery, claim))
+                    return
+                options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
             body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
         if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
             return
+        outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
-        _current.set(None)
+        _current.set(outer)
         self._conclude(delivery, claim, body)
+
+    def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
+        """Claimed as often as allowed, and no worker has lived to report: it fails instead of killing one more (RECLAIM-6)."""
+        error = StepInterruptedError(
+            claim.actor,
+            claim.job.sequence,
+            message=f"it was claimed {claim.claims - 1} times and never reported an outcome; raise max_claims, or mend what kills it",
+        )
+        self._settle(delivery, claim, describe_error(error), error)
+
+    def _are_tries_spent(self, delivery: Delivery, tries: int) -> bool:
+        """Whether Dramatiq's Retries would have given up after that many failures."""
+        options, actor = delivery.message.options, self.broker.get_actor(delivery.actor)
+        for middleware in self.broker.middleware:
+            if isinstance(middleware, Retries) and not self.inline:
+                if actor.options.get("retry_when", middleware.retry_when) is not None:
+                    return False
+                limit = options.get("max_retries", actor.options.get("max_retries", middleware.max_retries))
+                return limit is not None and tries > limit
+        return False
+
+    def _give_up_at_last(self, delivery: Delivery, claim: Claim) -> None:
+        """The claim goes back unused, and the failure that the row tells of is the last (NATIVE-2)."""
+        job = replace(claim.job, attempts=claim.attempts)
+        table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
+        row = self.engine.store.read(
+            lambda tx: tx.one(f"SELECT error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
+        )
+        text = row[0] if row is not None else None
+        self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        if job.kind == "step":
+            outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
+            fence.settle(self.engine, outcome, self.sender, delivery.message)
+        else:
+            rollback.settle(
+                self.engine, rollback.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
+            )
+        delivery.state = "done"
 
     def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
         args, kwargs = decode(claim.args)
@@ -265,13 +324,12 @@ class Runner:
 
     def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
         """Record how the body ended."""
-        if self.engine.store.joined():
+        if self.engine.store.abandon_host_transaction():
             error = StepLeftTransactionError(
                 f"{claim.actor} returned with a transaction of the store's database still open; it was rolled back"
             )
             error.__cause__ = body.error
             body.returned, body.error = [], error
-        self.engine.store.abandon_host_transaction()
         if body.returned:
             value = body.returned[0]
             self.persist(lambda: self._succeed(delivery, claim, value))
@@ -327,7 +385,12 @@ class Runner:
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
         """Whether the value goes on to Dramatiq: it does where something there asked for it (NATIVE-5)."""
         options, actor = delivery.message.options, self.broker.get_actor(delivery.actor)
-        return options.get("pipe_target") is not None or bool(options.get("store_results", actor.options.get("store_results")))
+        if options.get("pipe_target") is not None:
+            return True
+        for middleware in self.broker.middleware:
+            if isinstance(middleware, Results):
+                return bool(options.get("store_results", actor.options.get("store_results", middleware.store_results)))
+        return False
 
     def _time_limit(self, delivery: Delivery) -> int | None:
         """The time limit that Dramatiq applies to this message, in milliseconds."""
@@ -335,7 +398,8 @@ class Runner:
             if isinstance(middleware, TimeLimit):
                 actor = self.broker.get_actor(delivery.actor)
                 limit = delivery.message.options.get("time_limit") or actor.options.get("time_limit", middleware.time_limit)
-                return None if limit == float("inf") else int(limit)
+                # what Dramatiq cannot compare either: it says so itself, and the step runs without
+                return int(limit) if isinstance(limit, int | float) and limit != float("inf") else None
         return None
 
     # --- ways that end without an outcome ----------------------------------------------------------------------------
@@ -443,6 +507,7 @@ class Runner:
 
         def part() -> None:
             if delivery.interrupts:
+                forget_replay()
                 self.put_back(delivery, 1000)
             else:
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))

@@ -6,22 +6,24 @@ priorities, dashboards, metrics and dead letters show workflows like any other a
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 import dramatiq
 from dramatiq import Actor, Broker
 
+from .builders import check_options
 from .clock import moment_to_ms, to_ms, uuid7
-from .codec import encode_call
+from .codec import encode_call, printable
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
 from .errors import SagaError
-from .flow import Flow
+from .flow import Flow, tag_text
 from .handle import FlowHandle
 from .inline import run_inline
 from .middleware import middleware_of
@@ -158,10 +160,21 @@ class Workflow(Generic[P, R]):
         for name, why in _REFUSED.items():
             if name in options:
                 raise TypeError(f"a run does not take {name!r}: {why}")
+        if "queue_name" in options:
+            raise TypeError(
+                "a run does not take 'queue_name': its messages go to its workflow's queue (workflow(queue_name=...))"
+            )
+        known = {"priority", *self.broker.actor_options}
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, [*known, "run_id", "tags", "expires_in", "delay"], n=1, cutoff=0.5)
+                raise TypeError(f"a run does not take {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        check_options(options, "a run")
         engine = self._middleware.engine(self.broker)
         now = engine.now()
-        if run_id is not None and not 0 < len(run_id) <= ID_LENGTH:
-            raise ValueError(f"run_id must have between 1 and {ID_LENGTH} characters, not {len(run_id)}")
+        if run_id is not None:
+            check_id(run_id)
+        check_delay(delay)
         if expires_in is not None and expires_at is not None:
             raise TypeError("give expires_in or expires_at, not both")
         deadline = self.expires_in if expires_in is None and expires_at is None else expires_in
@@ -178,12 +191,12 @@ class Workflow(Generic[P, R]):
             encode_call(args, kwargs),
             priority=priority if priority is not None else self._priority or None,
             options=options or None,
-            tags={name: None if value is None else str(value) for name, value in {**self.tags, **(tags or {})}.items()},
+            tags={name: tag_text(name, value) for name, value in {**self.tags, **(tags or {})}.items()},
             expires_at=moment_to_ms(expires_at) if expires_at else now + to_ms(deadline) if deadline is not None else None,
             delay=delay,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SagaError(f"{self.name} is a workflow: start it with {self.name}.send(...), or run it here with .run_sync(...)")
 
     def __repr__(self) -> str:
@@ -200,11 +213,35 @@ class _WorkflowActor(Actor[Any, Any]):
         raise SagaError(f"{self.actor_name} is a workflow: start a run with Workflow.send(), not with its actor's")
 
 
+def check_delay(delay: Any) -> None:
+    """Refuse a delay that is no time to wait."""
+    wait = to_ms(delay) if isinstance(delay, timedelta) else delay
+    if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int) or wait < 0):
+        raise TypeError(f"delay is milliseconds, as an integer from 0, or a timedelta; not {delay!r}")
+
+
+def check_id(run_id: object) -> None:
+    """Refuse an id that no column or no command line could carry."""
+    if (
+        not isinstance(run_id, str)
+        or not 0 < len(run_id) <= ID_LENGTH
+        or printable(run_id) != run_id
+        or run_id != run_id.strip()
+    ):
+        raise ValueError(
+            f"run_id {run_id!r} must be text of 1 to {ID_LENGTH} printable characters, without spaces at its ends or control characters"
+        )
+
+
 def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
     """The signature without its first parameter, the flow."""
     if inspect.iscoroutinefunction(fn):
         raise TypeError(
             f"workflow {name} is a coroutine function: a workflow is a plain function; its steps may be async actors"
+        )
+    if inspect.isgeneratorfunction(fn):
+        raise TypeError(
+            f"workflow {name} is a generator function: a workflow is a plain function that asks for its steps with flow.run()"
         )
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())

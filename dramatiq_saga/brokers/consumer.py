@@ -216,8 +216,8 @@ class DatabaseConsumer(Consumer):
     def receive(self, message: Message[Any], reservation: Reservation, *, lease_until: int) -> DatabaseMessageProxy:
         """A delivery of ours: held, and its lease extended, until it has been dealt with."""
         proxy = DatabaseMessageProxy(message, reservation, consumer=self, lease_until=lease_until)
-        self.held[id(proxy)] = proxy
         self.broker.here.hold(proxy)
+        self.held[id(proxy)] = proxy  # last: a slot that an interrupt had taken would never be free again
         return proxy
 
     def _backoff(self) -> float:

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import peewee
+from dramatiq.broker import MessageProxy
 from dramatiq.common import q_name
 from dramatiq.errors import ConnectionClosed, QueueJoinTimeout, QueueNotFound
 from dramatiq.message import Message
-from dramatiq.middleware import Interrupt, Middleware
+from dramatiq.middleware import Interrupt, Middleware, SkipMessage
 
 from ..errors import SettingsError, StoreError
 from ..store.database import Store, Ticket, Tx, open_store
@@ -113,8 +114,9 @@ class DatabaseBroker(StagingBroker):
 
     def emit_before(self, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message":
-            if type(args[0]) is DatabaseMessageProxy:
-                args[0].thread = threading.current_thread()
+            self._before_processing(args[0])
+        elif signal == "ack" and _is_given_back(args[0]):
+            return
         elif signal == "worker_boot":
             self.here.worker_boots(args[0])
         elif signal == "worker_shutdown":
@@ -124,6 +126,8 @@ class DatabaseBroker(StagingBroker):
             self.store.close_thread()
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        if signal in ("ack", "skip_message") and _is_given_back(args[0]):
+            return
         if signal in ("process_message", "skip_message") and type(args[0]) is DatabaseMessageProxy:
             self._after_processing(signal, args[0], **kwargs)
             return
@@ -132,6 +136,15 @@ class DatabaseBroker(StagingBroker):
         super().emit_after(signal, *args, **kwargs)
         if signal == "worker_shutdown":
             self.here.worker_stopped()
+
+    def _before_processing(self, proxy: MessageProxy) -> None:
+        """A thread is about to run a delivery, unless it has been given back meanwhile. No hook ever hears of that one:
+        to middleware, a message that is skipped or acknowledged has been here."""
+        if type(proxy) is DatabaseMessageProxy:
+            if not proxy.claim_fate() and proxy.thread is None:
+                proxy.given_back = True  # or is about to be: its row is no business of this thread
+                raise SkipMessage("given back: the worker is shutting down")
+            proxy.thread = threading.current_thread()
 
     def _after_processing(self, signal: str, proxy: DatabaseMessageProxy, **kwargs: Any) -> None:
         """Run the after hooks; what they send is kept for the acknowledgement (see ``settlement``).
@@ -340,6 +353,10 @@ class DatabaseBroker(StagingBroker):
     def purge_dead_letters(self, queue: str | None = None, *, before: int | None = None) -> int:
         """Delete dead letters, those only that died before the moment ``before`` (milliseconds UTC) if given; how many."""
         return self.store.write(lambda tx: dead_letters.purge(tx, queue, before))
+
+
+def _is_given_back(message: object) -> bool:
+    return type(message) is DatabaseMessageProxy and message.given_back
 
 
 def _require_positive(key: str, value: object) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dramatiq.errors import DecodeError
 from dramatiq.message import Message
 
+from ..codec import storable
 from .reservations import DEAD, DELAYED, READY, RESERVED
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def reason_from(error: BaseException) -> str:
     if len(text) > MAX_REASON:
         half = MAX_REASON // 2 - 10
         text = f"{text[:half]}\n[...]\n{text[-half:]}"
-    return text.replace("\0", "\\0")  # PostgreSQL text cannot hold NUL
+    return storable(text)
 
 
 def _letter(row: tuple[Any, ...]) -> DeadLetter:

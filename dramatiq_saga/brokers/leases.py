@@ -45,7 +45,9 @@ class LeaseKeeper:
 
     def stop(self) -> None:
         """Stop extending; what is still held lapses."""
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
+            self._thread = None  # it may take a moment to end; the next start() does not wait for that
 
     def hold(self, proxy: DatabaseMessageProxy) -> None:
         self._held[id(proxy)] = proxy
@@ -53,6 +55,10 @@ class LeaseKeeper:
     def let_go(self, proxy: DatabaseMessageProxy) -> None:
         """Extend this delivery no more. Harmless when it is not held."""
         self._held.pop(id(proxy), None)
+
+    def waiting(self) -> list[DatabaseMessageProxy]:
+        """What is held and has not been started."""
+        return [proxy for proxy in list(self._held.values()) if proxy.thread is None]
 
     def add_worker_thread(self, thread: Thread) -> None:
         """A thread that takes messages from the process's work queue: while one is alive, queued messages have a future."""

@@ -58,15 +58,30 @@ class DatabaseMessageProxy(MessageProxy):
         super().__init__(message)
         self.reservation = reservation
         self.settled = False
+        self.given_back = False  # never started here; no hook hears of it and no acknowledgement touches its row
         self.consumer = consumer
         self.lease_until = lease_until
         self.thread: Thread | None = None  # runs it, once started
+        self._fate: list[None] = [None]
         self.retries: Any = message.options.get("retries", 0)
         self.retry: Prepared | None = None  # asked for by the after hooks: this row, again
         self.follow_ups: list[Prepared] | None = None  # sent by the after hooks: stored with the acknowledgement
         self.withheld: str | None = None  # why the row must not be acknowledged
         self.missed = False  # the last extension found the reservation gone
         self.statements = 0  # acknowledgement statements executed so far (QUEUE-4)
+
+    def claim_fate(self) -> bool:
+        """Whoever gets true decides what becomes of a delivery that waits: a thread that runs it, or whoever gives it back.
+
+        Who else may be here: at a shutdown the main thread, giving back what waits in the work queue, and a worker thread
+        that has just taken it from there. ``list.pop`` lets exactly one of them through.
+        test_a_message_given_back_at_shutdown_is_not_run_by_a_thread_that_got_it
+        """
+        try:
+            self._fate.pop()
+        except IndexError:
+            return False
+        return True
 
     @property
     def was_retried(self) -> bool:

@@ -11,6 +11,7 @@ import os
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+from . import settlement
 from .leases import LeaseKeeper
 from .wake import Bell, FileWatcher, sqlite_file
 
@@ -25,6 +26,7 @@ class Deliveries:
 
     def __init__(self, broker: DatabaseBroker) -> None:
         self.pid = os.getpid()
+        self._broker = broker
         #: True while every worker of this process is shutting down: nobody would start what is reserved now (QUEUE-7).
         self.draining = False
         self._lock = Lock()
@@ -89,11 +91,15 @@ class Deliveries:
         self._keeper.add_worker_thread(thread)
 
     def worker_stops(self, worker: Any) -> None:
-        """A worker finishes what it runs and starts nothing new."""
+        """A worker finishes what it runs and starts nothing new.
+
+        What waits in its work queue goes back at once: what it still runs may take minutes, and others are free (QUEUE-7).
+        """
         self._workers.pop(id(worker), None)
         if not self._workers:
             self.draining = True
             self.changed()
+            settlement.give_back(self._broker, self._keeper.waiting())
 
     def worker_stopped(self) -> None:
         """It has given back what it had not started."""

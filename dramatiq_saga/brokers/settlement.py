@@ -82,7 +82,7 @@ def end(broker: DatabaseBroker, proxy: DatabaseMessageProxy, *, reason: str | No
 
 
 def _end(broker: DatabaseBroker, proxy: DatabaseMessageProxy, reason: str | None, interrupted: bool) -> None:
-    if proxy.settled:
+    if proxy.settled or proxy.given_back:
         broker.here.let_go(proxy)
         return
     if proxy.withheld is not None:
@@ -107,13 +107,15 @@ def _end(broker: DatabaseBroker, proxy: DatabaseMessageProxy, reason: str | None
         report_lost(broker, proxy, "acknowledgement" if reason is None else "rejection")
 
 
-def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -> None:
+def give_back(broker: StagingBroker, proxies: Iterable[DatabaseMessageProxy]) -> None:
     """Make messages that were never started available again, their attempts not counted (QUEUE-7).
 
     Never raises, because an error here would abort Dramatiq's shutdown: what cannot be given back comes back after its
     lease.
     """
-    unstarted = sorted((proxy for proxy in proxies if not proxy.settled), key=lambda proxy: proxy.reservation.id)
+    unstarted = sorted(
+        (proxy for proxy in proxies if not proxy.settled and proxy.claim_fate()), key=lambda proxy: proxy.reservation.id
+    )
     if not unstarted:
         return
 
@@ -124,7 +126,7 @@ def give_back(broker: DatabaseBroker, proxies: Iterable[DatabaseMessageProxy]) -
 
     _attempt(broker, operation, f"give back {len(unstarted)} messages")
     for proxy in unstarted:
-        proxy.settled = True
+        proxy.settled = proxy.given_back = True
         broker.here.let_go(proxy)
     for queue in {proxy.reservation.queue for proxy in unstarted}:
         broker.here.arrived(queue, None)

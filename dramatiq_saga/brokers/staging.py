@@ -81,14 +81,23 @@ class StagingBroker(Broker):
     def taken(self, prepared: Prepared, reservation: Reservation, *, lease_until: int) -> None:
         """After the commit: give the message that was handed over to this process's workers.
 
-        Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7).
+        Who else may be here: a shutdown that began meanwhile. Then the row goes back to its queue (QUEUE-7). So it does after a
+        late interrupt: should it be with the workers already, one of two deliveries will lose its claim.
         """
         thread = self.here.consumer_thread(prepared.queue)
         self.emit_after("enqueue", prepared.message, prepared.delay)
         if thread is None:
             settlement.give_back_row(self, reservation)
             return
-        thread.handle_message(thread.consumer.receive(prepared.message, reservation, lease_until=lease_until))
+        proxy = None
+        try:
+            proxy = thread.consumer.receive(prepared.message, reservation, lease_until=lease_until)
+            thread.handle_message(proxy)
+        except BaseException:
+            if proxy is not None:
+                self.here.let_go(proxy)
+            settlement.give_back_row(self, reservation)
+            raise
 
     def untaken(self, reservation: Reservation) -> None:
         """Where nobody knows whether a hand-over was committed: if it was, its row is available again (QUEUE-8)."""

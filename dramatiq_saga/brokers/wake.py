@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,32 +75,32 @@ class FileWatcher:
         self._on_change = on_change
         self._lock = Lock()
         self._thread: Thread | None = None
-        self._stopped = True
+        self._stop = Event()
 
     def start(self) -> None:
         """Start the thread unless it runs already. When this returns, the bell is heard."""
         with self._lock:
-            if self._stopped or self._thread is None or not self._thread.is_alive():
-                self._stopped = False
-                handle = self._bell.listen()
-                self._thread = Thread(target=self._run, args=(handle,), name=f"saga-watcher-{os.getpid()}", daemon=True)
+            if self._thread is None or not self._thread.is_alive():
+                self._stop = Event()
+                arguments = (self._stop, self._bell.listen())
+                self._thread = Thread(target=self._run, args=arguments, name=f"saga-watcher-{os.getpid()}", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
         """End the thread and wait for it: its connection must be closed before the file may be moved or deleted."""
         with self._lock:
-            self._stopped = True
+            self._stop.set()
             thread, self._thread = self._thread, None
         if thread is not None:
             self._bell.ring()
             thread.join(timeout=1.0)
 
-    def _run(self, handle: int | None) -> None:
+    def _run(self, stop: Event, handle: int | None) -> None:
         version = _DataVersion(self._path)
         seen = None
-        while not self._stopped:
+        while not stop.is_set():
             if handle is None:
-                time.sleep(self._interval)
+                stop.wait(self._interval)
             elif select.select([handle], [], [], self._interval * RELAXED)[0]:
                 heard = _drain(handle)
                 if not heard:  # the file was deleted: listen to its successor

@@ -67,12 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (SagaError, DramatiqError) as error:
+    except SagaError as error:
         return _fail(error, 1)
     except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _BROKER_PACKAGES:
+        if not _is_the_brokers(error):
             raise
         return _fail(f"the broker does not answer: {type(error).__name__}: {error}", 1)
+
+
+def _is_the_brokers(error: Exception) -> bool:
+    """Whether it says that a message broker cannot be reached; anything else that gets here is a defect."""
+    return isinstance(error, (DramatiqError, OSError)) or type(error).__module__.partition(".")[0] in _BROKER_PACKAGES
 
 
 def _run(options: argparse.Namespace) -> Answer:

@@ -123,6 +123,8 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
     if row.status == "completed":
         extra = f" after {times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
         return f"{status}{extra}{_ended(row)}"
+    if row.status == "pending":
+        return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
+from . import notify
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -107,6 +108,8 @@ class Claim:
     context: bytes | None
     idempotency_key: str
     undoes: tuple[str, str] | None = None  # outcome, key
+    claims: int = 1  # since the last outcome, this one included
+    max_claims: int | None = None  # the step's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ class ClaimAttempt:
         self.job = job
         self.delivery = f"{job.message_id}/{nonce}"[:64]
         self.time_limit_ms = time_limit_ms
+        self._at = 0
+        self._told = False
 
     def run(self) -> Claim | Lost:
         """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
@@ -152,7 +157,14 @@ class ClaimAttempt:
                     claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._not_committed(row)
+        if not self._told:  # an interrupt out of a listener has this called again
+            self._told = True
+            notify.changes(engine, job.run_id, claim.workflow, self._at, [self._line(claim.actor, claim.attempts)])
         return claim
+
+    def _line(self, actor: str, attempts: int) -> history.Line:
+        kind = history.ACTION_STARTED if self.job.kind == "step" else history.COMPENSATION_STEP_STARTED
+        return history.Line(kind, sequence=self.job.sequence, name=actor, attempt=attempts)
 
     def _is_ours(self, row: tuple[Any, ...]) -> bool:
         return bool(row[9] == self.delivery and row[7] == "running")
@@ -163,7 +175,7 @@ class ClaimAttempt:
 
     def _write(self, tx: Tx) -> tuple[tuple[Any, ...] | None, bool]:
         engine, job = self.engine, self.job
-        now = engine.now()
+        self._at = now = engine.now()
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
@@ -180,8 +192,7 @@ class ClaimAttempt:
             landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
         row = row or self._read(tx)
         if landed and row is not None:
-            kind = "action.started" if job.kind == "step" else "compensation.step_started"
-            engine.record(tx, job.run_id, now, [history.Line(kind, sequence=job.sequence, name=row[0], attempt=row[2])])
+            engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         return row, bool(landed)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
@@ -194,7 +205,7 @@ class ClaimAttempt:
             undoes = (row[17], row[18])
         return Claim(
             job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
-            None if row[16] is None else bytes(row[16]), key, undoes,
+            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6],
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:

@@ -72,6 +72,9 @@ class Sender(Protocol):
     #: True where messages are written in the transaction that creates their rows.
     joins: bool
 
+    def calm(self) -> None:
+        """From here on nothing interrupts this thread for the message at hand: what follows must not be cut short."""
+
     def outbox(self, delivery: Any | None = None) -> Outbox:
         """``delivery`` is the message at hand, which the write consumes; ``None`` where there is none."""
         ...
@@ -112,6 +115,8 @@ class Engine:
             if len(self.replay_cost) > 4096:
                 self.replay_cost.clear()
             self.replay_cost[run_id] = seconds
+        elif self.replay_cost:
+            self.replay_cost.pop(run_id, None)  # it was the machine that was slow, not the run
 
     def write(self, operation: Callable[[Tx], T], outbox: Outbox) -> T:
         """``store.write``, for an operation that stages ``outbox``."""

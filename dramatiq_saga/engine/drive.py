@@ -70,6 +70,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
         if snapshot is None:
             return Driven.MISSING
         if snapshot.rollback == "running":
+            _calm(sender, delivery)
             rollback.advance(engine, run_id, sender, delivery)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
@@ -92,6 +93,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         decision = replay(definition.function, context, engine.make_flow)
         plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
+        _calm(sender, delivery)
         outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
         now = engine.now()
         lines = decisions.events(snapshot, decision, plan)
@@ -111,6 +113,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         if is_trouble(fault):
             raise
         error = fault.error if isinstance(fault, HoldRun) else fault
+        _calm(sender, delivery)
         return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
     if not landed:
         engine.cache.drop(snapshot.run_id)
@@ -128,6 +131,13 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
     return Driven.DECIDED
+
+
+def _calm(sender: Sender, delivery: object | None) -> None:
+    """The function has been walked through. What is left is short, and an interrupt in the middle of handing messages on could
+    leave one in nobody's hands. Without a message at hand, the thread is not ours to calm."""
+    if delivery is not None:
+        sender.calm()
 
 
 def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:

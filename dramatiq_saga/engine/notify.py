@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from .. import events
-from ..codec import load_error
+from ..codec import load_error, preview
 from ..journal import history
 from ..views import ActionView, CompensationView
 
@@ -42,6 +42,8 @@ _UNDONE = "SELECT sequence, status FROM {compensation_runs} WHERE run_id = ? ORD
 def changes(engine: Engine, run_id: str, workflow: str | None, now: int, lines: Sequence[history.Line]) -> None:
     """Tell listeners of what ``lines`` recorded."""
     for line in lines:
+        if line.type == history.ROLLBACK_FINISHED and (line.detail or "").startswith("halted"):
+            _say(engine, "rollback_halted", run_id=run_id, detail=line.detail)
         cls = _BY_TYPE.get(line.type)
         if cls is not None and events.has_listeners(cls):
             try:
@@ -107,6 +109,7 @@ def step_rejected(engine: Engine, outcome: Outcome) -> None:
     engine.anomalies.outcome_rejected(
         **facts, outcome=outcome.status, claimed_attempts=outcome.attempts,
         attempts=None if action is None else action.attempts, status=None if action is None else action.status,
+        result=_preview(engine, outcome.result), error=outcome.exception,
     )  # fmt: skip
     if action is not None and events.has_listeners(events.ActionOutcomeRejected):
         event = events.ActionOutcomeRejected(
@@ -133,6 +136,17 @@ def compensation_rejected(engine: Engine, outcome: CompensationOutcome) -> None:
             exception=outcome.exception,
         )  # fmt: skip
         _deliver(engine, event, facts)
+
+
+def _preview(engine: Engine, data: bytes | None) -> str | None:
+    """What a refused report carried, where payloads may be shown: for many the log line is its last copy (SAFE-2)."""
+    settings = engine.settings.history
+    return preview(data, settings.max_payload_preview_length) if data is not None and settings.store_payloads else None
+
+
+def _say(engine: Engine, what: str, **facts: Any) -> None:
+    with suppress(Exception):
+        structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").error(what, **facts)
 
 
 def _deliver(engine: Engine, event: events.Event, facts: dict[str, Any]) -> None:

@@ -65,6 +65,11 @@ def current_replay() -> Replay | None:
     return _replaying.context
 
 
+def forget_replay() -> None:
+    """This thread is in the middle of none, whatever an interrupt may have cut short."""
+    _replaying.context = None
+
+
 def refuse_inside_workflow(what: str) -> None:
     """Raise :class:`SendInsideWorkflowError` when a workflow function is being replayed in this thread."""
     context = _replaying.context
@@ -247,6 +252,8 @@ def _walk(
         raise HoldRun(SuspensionSwallowedError())
     if context.cursor < context.recorded:
         raise HoldRun(_shortfall(context, "nothing more: it returned"))
+    if getattr(value, "_replay", None) is context:
+        raise HoldRun(BuilderNotRunError(f"{type(value).__name__} that was returned"))
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:

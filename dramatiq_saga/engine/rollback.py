@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, load_error
-from ..errors import CompensationFailedError, CompensationUnfinishedError, in_one_line, qualified_name
+from ..errors import CompensationFailedError, CompensationUnfinishedError, SagaError, in_one_line, qualified_name
 from ..journal import history
 from . import notify
 from .claim import Claim, idempotency_key
+from .replay import HoldRun
 from .rows import CompensationSpec, Entry, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
@@ -87,6 +88,21 @@ _RELEASE_HELD = (
 )
 
 
+class ReplanIncompleteError(SagaError):
+    """The function ended before it had built the undo of a step that has to be undone; the run is held (COMP-3)."""
+
+    def __init__(self, sequence: int, actor: str) -> None:
+        super().__init__(sequence, actor)
+        self.sequence = sequence
+        self.actor = actor
+
+    def __str__(self) -> str:
+        return (
+            f"the compensation of step {self.sequence} ({self.actor}) is built from the step's result, and the function ended "
+            "without building it: nothing was rolled back; deploy code that builds it"
+        )
+
+
 @dataclass(slots=True)
 class Plan:
     """What a rollback will undo, level by level, before it is written."""
@@ -102,7 +118,11 @@ class Plan:
 def draft(
     engine: Engine, snapshot: Snapshot, decision: Decision | None, *, ends_as: str = "failed", reason: str | None = None
 ) -> Plan:
-    """What is to be undone of the run as ``snapshot`` has it. Runs no business code and writes nothing (COMP-2)."""
+    """What is to be undone of the run as ``snapshot`` has it. Runs no business code and writes nothing (COMP-2).
+
+    Raises:
+      HoldRun: the undo of a completed step has not been built, so what can be planned is not the whole (COMP-3).
+    """
     resolved: dict[int, CompensationSpec] = dict(decision.resolved) if decision else {}
     plan = Plan(ends_as, decision.error if decision else None, reason)
     candidates = [
@@ -123,6 +143,9 @@ def draft(
             # to stand so still when the plan is written. test_a_claim_that_lands_while_a_rollback_is_planned_is_undone
             entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
             plan.rests_on.append((row[0], row[1], row[3]))
+        if entry.status == "completed" and entry.comp_from_result and row[7] is None and row[0] not in resolved:
+            engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=row[0])
+            raise HoldRun(ReplanIncompleteError(row[0], entry.actor))
         planned = _planned(engine, snapshot.run_id, entry, row, resolved.get(row[0]), now)
         if planned is not None:
             planned["level"] = len(plan.rows)

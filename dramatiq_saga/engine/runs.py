@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..codec import describe_error, digest
+from ..codec import describe_error, digest, storable
 from ..errors import ConcurrentTransitionError, FlowNotFoundError, MessageNotSentError, RunConflictError, SagaError
 from ..journal import history
 from . import notify, rollback
@@ -43,9 +43,7 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
-_FOUND = (
-    "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
+_FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
       ConcurrentTransitionError: the run has ended otherwise.
     """
     refuse_inside_workflow("cancelling a run")
-    found = _end_cancelled(engine, run_id, reason)
+    found = _end_cancelled(engine, run_id, None if reason is None else storable(reason))
     if found is None:
         return True
     if found[0] == "missing":
@@ -226,7 +224,8 @@ def refuse_joined(engine: Engine, what: str) -> None:
     """Refuse a call that cannot be part of the host's transaction (HOST-1)."""
     if engine.store.joined():
         raise SagaError(
-            f"{what} inside an open transaction of the store's database: compensations could not be sent from it; call it before or after"
+            f"{what} inside an open transaction of the store's database: what it needs from workers cannot happen before that commits; "
+            "call it before or after"
         )
 
 
@@ -244,6 +243,7 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
     yet (COMP-2); its error is raised, and the run stays as found (COMP-3).
     """
     refuse_inside_workflow("rolling back a run")
+    reason = None if reason is None else storable(reason)
     while True:
         snapshot = load(engine, run_id)
         if snapshot is None:

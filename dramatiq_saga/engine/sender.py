@@ -43,9 +43,10 @@ class JoinedSender:
 
     joins = True
 
-    def __init__(self, broker: JoiningBroker, build: Callable[[Outgoing], Any]) -> None:
+    def __init__(self, broker: JoiningBroker, build: Callable[[Outgoing], Any], calm: Callable[[], None]) -> None:
         self.broker = broker
         self.build = build
+        self.calm = calm
 
     def outbox(self, delivery: Any | None = None) -> JoinedOutbox:
         return JoinedOutbox(self, delivery)
@@ -131,10 +132,18 @@ class DeferredSender:
 
     joins = False
 
-    def __init__(self, store: Store, enqueue: Callable[[Any, int | None], None], build: Callable[[Outgoing], Any]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        enqueue: Callable[[Any, int | None], None],
+        *,
+        build: Callable[[Outgoing], Any],
+        calm: Callable[[], None],
+    ) -> None:
         self.store = store
         self.enqueue = enqueue
         self.build = build
+        self.calm = calm
 
     def outbox(self, delivery: Any | None = None) -> DeferredOutbox:
         return DeferredOutbox(self)
@@ -206,6 +215,9 @@ class InlineSender:
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()
+
+    def calm(self) -> None:
+        """Whoever runs a loop in this thread is not to be shut out."""
 
     def outbox(self, delivery: Any | None = None) -> InlineOutbox:
         return InlineOutbox(self)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..codec import load_error, preview
+from ..codec import load_error, preview, storable
 from ..errors import in_one_line
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ SIGNAL_TIMED_OUT: Final = "signal.timed_out"
 SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
 #: Told by the history only: what an operator reads there and no listener has a class for.
-WITHOUT_EVENT: Final = frozenset({FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED})
+WITHOUT_EVENT: Final = frozenset(
+    {FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED}
+)
 
 #: Told to listeners as the event of a failed try, with ``given_up`` set.
 GIVEN_UP: Final = frozenset({ACTION_GIVEN_UP, COMPENSATION_GIVEN_UP})
@@ -106,9 +108,7 @@ def _detail(line: Line, settings: History) -> str | None:
         return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
     if line.error is not None:
         error = load_error(line.error)
-        return (
-            in_one_line(error["type"], error["message"])
-            if settings.store_exceptions
-            else error["type"].removeprefix("builtins.")
-        )
+        if not settings.store_exceptions:
+            return str(error["type"].removeprefix("builtins."))
+        return storable(in_one_line(error["type"], error["message"]))
     return line.detail

@@ -58,10 +58,12 @@ class SweepReport:
     def _left(self) -> str:
         waiting = [
             f"{self.unrepaired[name]} {what}"
-            for name, what in (("R1", "without a message"), ("R2", "not driven"), ("R3", "past the reclaim deadline"))
+            for name, what in (("R1", "waiting to run"), ("R2", "not driven"), ("R3", "past the reclaim deadline"))
             if self.unrepaired.get(name)
         ]
-        left = f"nothing will pick up what is lost: {', '.join(waiting)}" if waiting else "nothing seems lost"
+        left = (
+            f"unless their messages still come, nothing will pick up {', '.join(waiting)}" if waiting else "nothing seems lost"
+        )
         return f"repair is off (repair.enabled): {left}"
 
 

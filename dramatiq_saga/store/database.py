@@ -99,8 +99,12 @@ class Store:
         if self.joined():
             return self._join(operation)
         ticket: Ticket[T] = Ticket(operation)
-        self._engine.submit(ticket)
-        return ticket.result()
+        try:
+            self._engine.submit(ticket)
+            return ticket.result()
+        except BaseException:
+            ticket.end()  # an interrupt: no write of ours may happen once its caller has gone on
+            raise
 
     def submit(self, operation: Callable[[Tx], T] | Ticket[T]) -> Ticket[T]:
         """Like :meth:`write`, without waiting: for callers that may be interrupted and must learn the outcome all the same.

@@ -83,6 +83,12 @@ class Ticket(Generic[T]):
         self.fail(WriteRefusedError("the operation was withdrawn before it started", "begin"))
         return True
 
+    def end(self) -> None:
+        """Return once nothing will come of it any more: it is done, or it has been withdrawn."""
+        if not self._done and not self.cancel():
+            self._woken.acquire()
+            self._woken.release()
+
     @property
     def done(self) -> bool:
         """Whether the outcome is known."""

@@ -189,7 +189,7 @@ def test_steps_that_a_dying_pool_cut_off_run_again_and_every_run_finishes(
 ) -> None:
     """C44: one of four processes is killed, Dramatiq stops the rest; what was cut off is reclaimed, and no try is spent by it."""
     field.set(retry_after=2)
-    runs = [field.send("job", "gate", reclaim=3) for _ in range(8)]
+    runs = field.send_many(8, "job", "gate", reclaim=3)
     alone = {"dramatiq_queue_prefetch": "2"}  # nobody holds what another could run
     pool = field.worker(processes=4, threads=2, arguments=["--worker-shutdown-timeout", "500"], env=alone)
     eventually(lambda: effects.count("work") >= 8)
@@ -223,7 +223,7 @@ def test_steps_that_outlive_a_deployment_lose_no_try_and_run_once_more(field: Fi
 
 
 def test_a_queue_that_lost_everything_is_made_good_by_sweeps(
-    make_field: Callable[..., Field], postgres_url: str, redis_url: str, effects: EffectLog
+    postgres_url: str, redis_url: str, make_field: Callable[..., Field], effects: EffectLog
 ) -> None:
     """DOCTOR-1, DRIVE-3: rows in PostgreSQL, messages in a Redis that has been emptied."""
     field = make_field(postgres_url, redis=redis_url)

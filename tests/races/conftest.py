@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
 from tests.support.bench import Bench
+from tests.support.threads import writer_threads
 
 
 class Shop:
@@ -89,6 +89,7 @@ def address(request: pytest.FixtureRequest, database_kind: str, sqlite_path: Any
 def bench(address: str, table_prefix: str, shop: Shop, clock: ManualClock) -> Iterator[MakeBench]:
     """``bench()`` makes one more worker of the shop, on this test's tables and clock."""
     made: list[Bench] = []
+    others = writer_threads()
 
     def make(**options: Any) -> Bench:
         options = {"prefix": table_prefix, "clock": clock, "settings": Settings(), **options}
@@ -98,5 +99,5 @@ def bench(address: str, table_prefix: str, shop: Shop, clock: ManualClock) -> It
     yield make
     for one in made:
         one.close()
-    leaked = [thread.name for thread in threading.enumerate() if thread.name == "dramatiq-saga-writer"]
+    leaked = [thread.name for thread in writer_threads() - others]
     assert not leaked, leaked

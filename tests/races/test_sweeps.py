@@ -26,7 +26,7 @@ def stale_step(field: Field, gates: Gates) -> str:
 
 
 def test_a_sweep_with_a_stale_listing_repairs_nothing(
-    make_field: MakeField, database_url: str, effects: EffectLog, gates: Gates
+    database_url: str, make_field: MakeField, effects: EffectLog, gates: Gates
 ) -> None:
     """C05, DOCTOR-2: two sweeps list the same row; the first sends it, a worker finishes it, the second touches nothing."""
     field = make_field(database_url)
@@ -51,7 +51,7 @@ def test_a_sweep_with_a_stale_listing_repairs_nothing(
 
 
 def test_a_sweep_that_was_beaten_to_a_row_that_is_still_stale_sends_no_second_message(
-    make_field: MakeField, database_url: str, gates: Gates
+    database_url: str, make_field: MakeField, gates: Gates
 ) -> None:
     """DOCTOR-2: the row is as stale as it was, but its repair is somebody else's already."""
     field = make_field(database_url)
@@ -72,12 +72,12 @@ def test_a_sweep_that_was_beaten_to_a_row_that_is_still_stale_sends_no_second_me
 
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_many_sweeps_at_once_send_every_lost_message_once(
-    make_field: MakeField, database_url: str, effects: EffectLog, gates: Gates
+    database_url: str, make_field: MakeField, effects: EffectLog, gates: Gates
 ) -> None:
     """C58: started by cron, by hand and by a scheduler in the same second."""
     field = make_field(database_url)
     field.settings(repair__enabled=True, repair__grace_seconds=0)
-    runs = [field.send("job", f"step-{n}") for n in range(2)]
+    runs = field.send_many(3, "job", "step")
     field.sql("DELETE FROM {messages}")
     sweeps = [field.start("sweep", "--json") for _ in range(3)]
     for sweep in sweeps:
@@ -86,4 +86,4 @@ def test_many_sweeps_at_once_send_every_lost_message_once(
     field.worker(threads=2)
     for run in runs:
         field.wait_ended(run)
-    assert sorted(entry["name"] for entry in effects.entries("work")) == ["step-0", "step-1"]
+    assert effects.count("work") == len(runs)

@@ -369,7 +369,7 @@ def test_a_sweep_without_repair_says_so(shop: Shop, monkeypatch: pytest.MonkeyPa
     done = shop("sweep")
     assert done.status == 0
     assert done.out == (
-        "sweep: no held run was due; repair is off (repair.enabled): nothing will pick up what is lost: 1 not driven\n"
+        "sweep: no held run was due; repair is off (repair.enabled): unless their messages still come, nothing will pick up 1 not driven\n"
     )
     assert shop("sweep", "--json").value["unrepaired"] == {"R1": 0, "R2": 1, "R3": 0}
 

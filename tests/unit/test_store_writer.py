@@ -19,6 +19,7 @@ from dramatiq_saga.store import writer
 from dramatiq_saga.store.database import Store, Ticket, Tx, open_store
 from tests.support.processes import Process
 from tests.support.stores import Faults, Standstill, add, count, faulty_store, sqlite_error, write_lock_held
+from tests.support.threads import writer_threads
 from tests.support.waiting import eventually
 
 
@@ -455,6 +456,7 @@ def test_no_host_ever_sees_a_connection_of_the_engine(store: Store) -> None:
 
 
 def test_closing_finishes_what_is_queued_and_the_next_write_opens_again(store: Store) -> None:
+    others = writer_threads()
     standstill = Standstill(store)
     ticket = store.submit(add())
     closing = threading.Thread(target=store.close)
@@ -463,7 +465,7 @@ def test_closing_finishes_what_is_queued_and_the_next_write_opens_again(store: S
     closing.join()
 
     assert ticket.result() == 1
-    assert not any(thread.name == "dramatiq-saga-writer" for thread in threading.enumerate())
+    assert writer_threads() <= others
     assert store.write(add()) == 2
 
 

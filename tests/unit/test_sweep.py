@@ -53,8 +53,8 @@ def test_with_repair_off_nothing_is_changed_and_everything_is_counted(make_bench
     assert report.repair is None
     assert report.unrepaired == {"R1": 1, "R2": 1, "R3": 1}
     assert report.line() == (
-        "no held run was due; repair is off (repair.enabled): nothing will pick up what is lost: "
-        "1 without a message, 1 not driven, 1 past the reclaim deadline"
+        "no held run was due; repair is off (repair.enabled): unless their messages still come, nothing will pick up "
+        "1 waiting to run, 1 not driven, 1 past the reclaim deadline"
     )
     assert bench.asked() == []
     assert bench.row(lost, 1, "repair_attempts") == (0,)

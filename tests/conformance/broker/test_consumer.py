@@ -159,6 +159,28 @@ def test_a_broker_can_be_used_again_after_it_was_closed(live: Any) -> None:
     live.close()
 
 
+def test_leases_are_extended_again_after_the_broker_was_closed_and_used_again(brokers: Brokers) -> None:
+    broker = brokers(retry_after=0.4)
+    broker.declare_queue("default")
+    broker.consume("default").close()
+    broker.close()
+    broker.enqueue(message("x"))
+    take(broker.consume("default", timeout=20_000))
+    first = rows(broker)[0]["lease_until"]
+    eventually(lambda: rows(broker)[0]["lease_until"] > first + 300)
+
+
+def test_a_message_can_be_acknowledged_after_its_broker_was_closed(live: Any) -> None:
+    """A worker thread that outlived the shutdown finishes its work."""
+    live.enqueue(message("x"))
+    consumer = live.consume("default", timeout=20_000)
+    proxy = take(consumer)
+    consumer.close()
+    live.close()
+    consumer.ack(proxy)
+    assert rows(live) == []
+
+
 def test_a_consumer_never_raises_for_what_it_cannot_see(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look that fails is followed by a reservation, which knows what to do about the trouble."""
     live.enqueue(message("x"))

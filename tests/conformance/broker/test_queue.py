@@ -551,6 +551,59 @@ def test_what_was_reserved_and_not_started_is_given_back_uncounted(broker: Any) 
     assert len(rows(broker)) == 3
 
 
+def test_a_worker_that_begins_to_stop_gives_back_what_waits_in_its_work_queue(broker: Any) -> None:
+    """QUEUE-7: at once, not when the longest of its running messages has ended."""
+    for number in range(3):
+        broker.enqueue(message(number))
+    consumer = consume(broker, 3)
+    worker = FakeWorker(Thread(consumer))
+    broker.emit_before("worker_boot", worker)
+    running, queued, _ = take_all(consumer)
+    broker.emit_before("process_message", running)
+    broker.emit_before("worker_shutdown", worker)
+    assert [(one["state"], one["attempts"]) for one in rows(broker)] == [(RESERVED, 1), (READY, 0), (READY, 0)]
+    consumer.ack(running)
+    consumer.requeue([queued])
+    assert [one["state"] for one in rows(broker)] == [READY, READY]
+    broker.emit_after("worker_shutdown", worker)
+
+
+def test_a_message_given_back_at_shutdown_is_not_run_by_a_thread_that_got_it(broker: Any) -> None:
+    """QUEUE-7: the thread loses, and neither its skip nor its acknowledgement reaches a hook, or the row."""
+    told: list[str] = []
+
+    class Listener(dramatiq.Middleware):
+        def before_process_message(self, broker: Any, message: Any) -> None:
+            told.append("before")
+
+        def after_skip_message(self, broker: Any, message: Any) -> None:
+            told.append("skip")
+
+        def before_ack(self, broker: Any, message: Any) -> None:
+            told.append("ack")
+
+        def after_ack(self, broker: Any, message: Any) -> None:
+            told.append("acked")
+
+    broker.add_middleware(Listener())
+    broker.enqueue(message("x"))
+    consumer = consume(broker)
+    worker = FakeWorker(Thread(consumer))
+    broker.emit_before("worker_boot", worker)
+    proxy = take(consumer)
+    assert proxy.claim_fate(), "the main thread has decided, and has not written yet"
+    with pytest.raises(SkipMessage):
+        broker.emit_before("process_message", proxy)
+    broker.emit_after("skip_message", proxy)
+    broker.emit_before("ack", proxy)
+    consumer.ack(proxy)
+    broker.emit_after("ack", proxy)
+    assert told == []
+    assert row(broker)["state"] == RESERVED, "giving it back is the main thread's business"
+    broker.emit_before("worker_shutdown", worker)
+    broker.emit_after("worker_shutdown", worker)
+
+
 def test_giving_back_never_raises(broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error would abort Dramatiq's shutdown; the lease brings the message back all the same."""
     broker.enqueue(message("x"))
@@ -960,6 +1013,7 @@ def test_a_message_handed_over_during_a_shutdown_goes_back_to_its_queue(broker: 
     proxy = take(consumer)
     following = broker.prepare(message("following"))
     assert broker.can_take(following)
+    broker.emit_before("process_message", proxy)
     broker.emit_before("worker_shutdown", worker)
     assert hand_over(broker, proxy, following) is not None
     assert (row(broker)["state"], row(broker)["attempts"]) == (READY, 0)

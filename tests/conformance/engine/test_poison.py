@@ -1,0 +1,87 @@
+"""A step that kills its workers: it fails instead of killing one more (RECLAIM-6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dramatiq
+import pytest
+
+from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
+from dramatiq_saga.brokers import SQLiteBroker
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine.claim import Claim, ClaimAttempt
+from dramatiq_saga.engine.drive import drive
+from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.engine.sender import InlineSender
+from dramatiq_saga.inline import _InlineMessage, run_message
+from dramatiq_saga.middleware import build_message, middleware_of
+from dramatiq_saga.step import Delivery, Runner
+
+
+class Shop:
+    """One step that may be claimed a few times, on a clock of our own."""
+
+    def __init__(self, path: Path, *, limit: int | None, settings: Settings | None = None) -> None:
+        self.clock = ManualClock()
+        self.broker = SQLiteBroker(path, clock=self.clock)
+        self.broker.add_middleware(SagaMiddleware(settings=settings))
+        self.ran: list[str] = []
+
+        @dramatiq.actor(broker=self.broker, max_retries=0)
+        def charge() -> None:
+            self.ran.append("charge")
+
+        @dramatiq.actor(broker=self.broker, max_retries=0)
+        def refund() -> None:
+            self.ran.append("refund")
+
+        @workflow(broker=self.broker)
+        def checkout(flow: Flow) -> None:
+            step = flow.action(charge).compensate_with(refund).compensate_step_on_self_failure().reclaim_stale_after(10)
+            (step.max_claims(limit) if limit else step).run()
+
+        self.handle: Any = checkout.send()
+        self.sender = InlineSender()
+        self.runner = Runner(middleware_of(self.broker).engine(self.broker), self.broker, self.sender, inline=True)
+        drive(self.runner.engine, self.handle.id, self.sender)
+        self.message = self.sender.queue.popleft()
+
+    def lose_a_worker(self) -> None:
+        """A claim whose worker is never heard of again, and the time after which another may take over."""
+        job = Delivery(_InlineMessage(build_message(self.broker, self.message))).job
+        assert job is not None
+        found = ClaimAttempt(self.runner.engine, job, nonce=str(self.clock.now())).run()
+        assert isinstance(found, Claim)
+        self.clock.advance(11)
+
+    def deliver(self, message: Outgoing) -> None:
+        run_message(self.runner, message)
+        while self.sender.queue:
+            run_message(self.runner, self.sender.queue.popleft())
+
+
+def test_a_step_that_may_be_claimed_once_is_not_run_again_and_its_undo_learns_that_nobody_knows(sqlite_path: Path) -> None:
+    """RECLAIM-6, C20: declared at most once, a crash ends the step as interrupted; with an undo declared safe it is undone."""
+    shop = Shop(sqlite_path, limit=1)
+    shop.lose_a_worker()
+    shop.deliver(shop.message)
+    (step,) = shop.handle.actions()
+    assert (step.status, step.given_up) == ("failed", True)
+    assert step.error["type"].endswith("StepInterruptedError")
+    assert "claimed 1 times" in step.error["message"]
+    assert shop.ran == ["refund"]
+    assert [undo.undoes for undo in shop.handle.compensations()] == ["unknown"]
+    assert (shop.handle.status, shop.handle.rollback) == ("failed", "done")
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_claims_below_the_limit_run_the_step(sqlite_path: Path, lost: int) -> None:
+    """RECLAIM-6: the settings' limit counts where the step has none, and an outcome starts the count afresh."""
+    shop = Shop(sqlite_path, limit=None, settings=Settings.from_mapping({"reclaim.max_claims": 2}))
+    for _ in range(lost):
+        shop.lose_a_worker()
+    shop.deliver(shop.message)
+    assert shop.ran == (["charge"] if lost < 2 else ["refund"])
+    assert shop.handle.status == ("completed" if lost < 2 else "failed")

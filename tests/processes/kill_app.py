@@ -200,7 +200,9 @@ class Shop:
         actors = {}
         for name in ("charge", "refund", "reserve", "unreserve", "ship"):
             retries = 0 if name == "ship" else 3
-            actors[name] = dramatiq.actor(self._body(name), broker=self.broker, max_retries=retries, min_backoff=50, max_backoff=50)
+            actors[name] = dramatiq.actor(
+                self._body(name), broker=self.broker, max_retries=retries, min_backoff=50, max_backoff=50
+            )
         charge, refund, reserve, unreserve, ship = actors.values()
 
         def checkout(flow: Any, order: str) -> str:

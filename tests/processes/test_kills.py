@@ -35,7 +35,9 @@ RECLAIMS = {
 class Street:
     """A shop, its workers, and what became of its orders."""
 
-    def __init__(self, environment: dict[str, str], start: Callable[..., WorkerProcess], python: Callable[..., Process]) -> None:
+    def __init__(
+        self, environment: dict[str, str], start: Callable[..., WorkerProcess], python: Callable[..., Process]
+    ) -> None:
         self.environment = environment
         self._start = start
         self._python = python
@@ -138,7 +140,13 @@ UNDO_POINTS = {
     "acknowledging:unreserve": 1,
 }
 
-WIDE_POINTS = ["claimed:reserve", "after body:reserve", "outcome committed:reserve", "decision committed", "acknowledging:reserve"]
+WIDE_POINTS = [
+    "claimed:reserve",
+    "after body:reserve",
+    "outcome committed:reserve",
+    "decision committed",
+    "acknowledging:reserve",
+]
 WIDE_UNDO_POINTS = ["in body:refund", "outcome committed:unreserve", "outcome committed:refund"]
 
 
@@ -172,7 +180,9 @@ def check_success(street: Street, effects: EffectLog, run: str, point: str, bodi
 
 def check_rollback(street: Street, effects: EffectLog, run: str, point: str, bodies: int) -> None:
     assert street.all("SELECT status, rollback FROM {flow_runs} WHERE id = ?", run) == [("failed", "done")]
-    undone = street.all("SELECT sequence FROM {flow_events} WHERE run_id = ? AND type = 'compensation.completed' ORDER BY id", run)
+    undone = street.all(
+        "SELECT sequence FROM {flow_events} WHERE run_id = ? AND type = 'compensation.completed' ORDER BY id", run
+    )
     assert undone == [(2,), (1,)]
     actor = "refund" if "refund" in point else "unreserve"
     expected = {"charge": 1, "reserve": 1, "ship": 1, "unreserve": 1, "refund": 1} | {actor: bodies}
@@ -187,7 +197,9 @@ def test_a_kill_around_a_step_costs_neither_a_step_nor_a_second_outcome(street: 
     """CLAIM-1, FENCE-1, FENCE-3, DRIVE-1, DRIVE-3, C04."""
     run = killed_once(street, effects, "book", point)
     check_success(street, effects, run, point, STEP_POINTS[point])
-    eventually(lambda: not street.all("SELECT 1 FROM {messages}"), because="the queue is empty, and nothing is in the dead letters")
+    eventually(
+        lambda: not street.all("SELECT 1 FROM {messages}"), because="the queue is empty, and nothing is in the dead letters"
+    )
 
 
 @pytest.mark.parametrize("point", UNDO_POINTS)

@@ -274,4 +274,3 @@ class Applications:
             app.close()
         for url in self._redis:
             servers.release_redis(url)
-

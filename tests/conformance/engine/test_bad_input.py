@@ -193,7 +193,9 @@ def test_a_forged_message_to_a_workflow_runs_nothing(app: Application) -> None:
     assert app.sql("SELECT COUNT(*) FROM {flow_runs}") == [(0,)]
 
 
-@pytest.mark.parametrize("forged", ["text", 5, None, {}, {"kind": "step"}, {"kind": "step", "run": "r"}, {"kind": "what", "run": "r", "sequence": 1}])
+@pytest.mark.parametrize(
+    "forged", ["text", 5, None, {}, {"kind": "step"}, {"kind": "step", "run": "r"}, {"kind": "what", "run": "r", "sequence": 1}]
+)
 def test_a_message_with_a_strange_option_of_our_name_harms_nothing(applications: Applications, forged: Any) -> None:
     """NATIVE-5: somebody else's option, or a damaged message: the actor is not run as a step, the worker lives on."""
     app = applications("sqlite")
@@ -277,7 +279,7 @@ BAD_CALLS: dict[str, Any] = {
     "on_compensation_failure": lambda b, undo: b.on_compensation_failure("perhaps"),
     "expires_in(0)": lambda b, undo: b.expires_in(0),
     "expires_in(text)": lambda b, undo: b.expires_in("5"),
-    "expires_at(naive)": lambda b, undo: b.expires_at(datetime(2030, 1, 1)),  # noqa: DTZ001
+    "expires_at(naive)": lambda b, undo: b.expires_at(datetime(2030, 1, 1)),
     "reclaim_stale_after(0)": lambda b, undo: b.reclaim_stale_after(0),
     "reclaim_compensation_stale_after(nan)": lambda b, undo: b.reclaim_compensation_stale_after(float("nan")),
     "max_claims(0)": lambda b, undo: b.max_claims(0),
@@ -313,7 +315,7 @@ BAD_STARTS: dict[str, dict[str, Any]] = {
     "run_id with a space at the end": {"run_id": "order "},
     "run_id that is no text": {"run_id": 5},
     "both deadlines": {"expires_in": 5, "expires_at": datetime(2040, 1, 1, tzinfo=UTC)},
-    "naive deadline": {"expires_at": datetime(2040, 1, 1)},  # noqa: DTZ001
+    "naive deadline": {"expires_at": datetime(2040, 1, 1)},
     "deadline that is no time": {"expires_in": "5"},
     "deadline in the past": {"expires_in": timedelta(seconds=-1)},
     "long version": {"version": LONG},
@@ -434,7 +436,9 @@ def test_a_declaration_that_cannot_work_is_refused_at_once(applications: Applica
     assert app.engine.workflows == {}
 
 
-@pytest.mark.parametrize("conditions", [{"order": "random"}, {"limit": 0}, {"status": "lost"}, {"before": datetime(2030, 1, 1)}])  # noqa: DTZ001
+@pytest.mark.parametrize(
+    "conditions", [{"order": "random"}, {"limit": 0}, {"status": "lost"}, {"before": datetime(2030, 1, 1)}]
+)
 def test_a_query_that_cannot_work_is_refused_when_it_is_made(applications: Applications, conditions: dict[str, Any]) -> None:
     """API query(): a ValueError that names the choices."""
     applications("sqlite").workflow(nothing)
@@ -494,7 +498,11 @@ def test_a_read_only_database_is_named_at_the_workers_start(tmp_path: Path, what
         if part.exists() and part != Path("/"):
             part.chmod(part.stat().st_mode | stat.S_IROTH | (stat.S_IXOTH if part.is_dir() else 0))
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 7, done.stdout + done.stderr
     assert "x.db" in done.stdout
@@ -533,7 +541,9 @@ def test_a_schema_of_another_version_is_refused_at_the_workers_start_and_by_a_se
         else:
             from dramatiq_saga.brokers import DatabaseBroker
 
-            broker = DatabaseBroker(applications._places.server("postgresql")[0] if False else app.store.database, prefix=app.store.prefix)
+            broker = DatabaseBroker(
+                applications._places.server("postgresql")[0] if False else app.store.database, prefix=app.store.prefix
+            )
             broker.add_middleware(SagaMiddleware(settings=off))
         with pytest.raises(SagaError, match=says):
             Worker(broker, worker_threads=1, worker_timeout=10).start()

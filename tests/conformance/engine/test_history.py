@@ -58,7 +58,11 @@ def test_a_changed_sequence_holds_the_run_and_agreeing_code_resumes_it(
 ) -> None:
     """C68, HISTORY-1: kind and name are compared at every position; held with a readable difference, not failed, not undone."""
     app = applications(kind)
-    first, second, third = app.step("first", gives=1), app.step("second", gives=2), app.step("third", gives=3, queue_name=app.queue + "x")
+    first, second, third = (
+        app.step("first", gives=1),
+        app.step("second", gives=2),
+        app.step("third", gives=3, queue_name=app.queue + "x"),
+    )
     renamed, undo = app.step("renamed", gives=9), app.step("undo")
 
     @app.workflow

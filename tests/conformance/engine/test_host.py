@@ -40,7 +40,9 @@ class Host:
             if kind == "redis":
                 applications._redis.append(servers.claim_redis())
             broker: Any = (
-                StubBroker(middleware=middleware) if kind == "stub" else RedisBroker(url=applications._redis[-1], middleware=middleware)
+                StubBroker(middleware=middleware)
+                if kind == "stub"
+                else RedisBroker(url=applications._redis[-1], middleware=middleware)
             )
             ours = SagaMiddleware(self.db, settings=settings)
         else:
@@ -179,7 +181,9 @@ def test_what_cannot_be_part_of_a_transaction_is_refused_in_one(host: Host) -> N
 
 
 @pytest.mark.parametrize("ending", ["returns", "raises"])
-def test_a_transaction_that_a_body_leaves_open_takes_neither_the_engines_records_nor_itself_along(host: Host, ending: str) -> None:
+def test_a_transaction_that_a_body_leaves_open_takes_neither_the_engines_records_nor_itself_along(
+    host: Host, ending: str
+) -> None:
     """C59: it is rolled back, the step fails with a cause that says so, and the next step on that thread is not affected."""
     app = host.app
 

@@ -180,7 +180,14 @@ def test_an_interrupt_during_the_claim_gives_the_claim_back(
     assert app.calls == [("step",)]
     row = handle.actions()[0]
     assert (row.tries, row.attempts, row.result) == (0, 2, "done")
-    assert app.types(handle) == ["flow.started", "action.started", "action.released", "action.started", "action.completed", "flow.completed"]
+    assert app.types(handle) == [
+        "flow.started",
+        "action.started",
+        "action.released",
+        "action.started",
+        "action.completed",
+        "flow.completed",
+    ]
     assert app.messages() == 0
 
 
@@ -318,4 +325,3 @@ def test_a_body_can_see_that_its_run_no_longer_wants_it(app: Application) -> Non
     assert handle.status == "cancelled"
     step = handle.actions()[0]
     assert (step.status, step.result) == ("cancelled", None)
-

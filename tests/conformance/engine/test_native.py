@@ -313,7 +313,9 @@ def test_a_run_whose_workflow_a_worker_does_not_know_is_held_and_not_lost(app: A
     assert app.ended(handle) == "completed"
 
 
-def test_a_middleware_that_raises_before_the_body_spends_tries_of_the_message_and_fails_the_step_at_last(app: Application) -> None:
+def test_a_middleware_that_raises_before_the_body_spends_tries_of_the_message_and_fails_the_step_at_last(
+    app: Application,
+) -> None:
     """NATIVE-3: an error that Dramatiq lets through before the actor is called; its own cause is on the row, not a guess."""
 
     class Broken(Middleware):

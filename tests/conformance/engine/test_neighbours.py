@@ -504,7 +504,9 @@ def partial_application(app: Application, applications: Applications) -> Applica
 
     middleware = [known() for known in default_middleware]
     if app.kind == "redis":
-        broker: Any = RedisBroker(url=app.broker.client.connection_pool.connection_kwargs and applications._redis[-1], middleware=middleware)
+        broker: Any = RedisBroker(
+            url=app.broker.client.connection_pool.connection_kwargs and applications._redis[-1], middleware=middleware
+        )
         ours = SagaMiddleware(app.middleware._database, settings=app.middleware.settings)
     else:
         kind = SQLiteBroker if app.kind == "sqlite" else DatabaseBroker

@@ -415,7 +415,9 @@ def test_a_compensation_that_fails_lets_the_rollback_go_on_where_that_is_the_pol
     assert handle.events()[-2].detail == "done; undone: 3, 1"
 
 
-@pytest.mark.parametrize(("default", "step", "expected"), [("stop", None, "halted"), ("continue", None, "done"), ("continue", "stop", "halted")])
+@pytest.mark.parametrize(
+    ("default", "step", "expected"), [("stop", None, "halted"), ("continue", None, "done"), ("continue", "stop", "halted")]
+)
 def test_the_policy_of_the_step_is_stronger_than_that_of_the_settings(
     applications: Applications, default: str, step: str | None, expected: str
 ) -> None:
@@ -454,7 +456,9 @@ def test_options_of_the_compensations_message_are_kept(app: Application) -> None
     @app.workflow
     def one(flow: Flow) -> None:
         flow.action(step).compensate_with(
-            lambda n: undo.message_with_options(args=(n,), max_retries=2, min_backoff=2, max_backoff=4).copy(queue_name=app.queue + "u")
+            lambda n: undo.message_with_options(args=(n,), max_retries=2, min_backoff=2, max_backoff=4).copy(
+                queue_name=app.queue + "u"
+            )
         ).run()
         flow.run(bad)
 

@@ -16,8 +16,10 @@ from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
 
 #: Columns that differ from one run to the next without meaning anything.
-OWN = {"id", "run_id", "created_at", "started_at", "ended_at", "sent_at", "woken_at", "worker_id", "delivery", "at", "undoes_key", "next_try_at",
-       "time_limit_at", "due_at"}  # fmt: skip
+OWN = {
+    "id", "run_id", "created_at", "started_at", "ended_at", "sent_at", "woken_at", "worker_id", "delivery", "at", "undoes_key",
+    "next_try_at", "time_limit_at", "due_at",
+}  # fmt: skip
 
 
 def rows(app: Application, table: str, run_id: str, order: str) -> list[dict[str, Any]]:
@@ -25,9 +27,7 @@ def rows(app: Application, table: str, run_id: str, order: str) -> list[dict[str
     key = "id" if table == "flow_runs" else "run_id"
     names = [column.column_name for column in getattr(app.store.models, table)._meta.sorted_fields]
     found = app.sql(f"SELECT {', '.join(names)} FROM {{{table}}} WHERE {key} = ? ORDER BY {order}", run_id)
-    return [
-        {name: _plain(value, run_id) for name, value in zip(names, row, strict=True) if name not in OWN} for row in found
-    ]
+    return [{name: _plain(value, run_id) for name, value in zip(names, row, strict=True) if name not in OWN} for row in found]
 
 
 def _plain(value: Any, run_id: str) -> Any:
@@ -68,7 +68,11 @@ def good(app: Application) -> Callable[[Flow, str], Any]:
 
 
 def bad(app: Application) -> Callable[[Flow, str], Any]:
-    step, undo, refuse = app.step("step", gives={"id": 1}), app.step("undo"), app.step("refuse", raises=ValueError("no"), max_retries=1)
+    step, undo, refuse = (
+        app.step("step", gives={"id": 1}),
+        app.step("undo"),
+        app.step("refuse", raises=ValueError("no"), max_retries=1),
+    )
 
     def bad_one(flow: Flow, word: str) -> Any:
         flow.action(step, 1).compensate_with(undo, 1).on_compensation_failure("continue").run()
@@ -254,7 +258,7 @@ def test_interrupting_the_caller_gives_the_step_back(applications: Applications)
 
     with pytest.raises(KeyboardInterrupt):
         one.run_sync()
-    (run_id, status), = app.sql("SELECT id, status FROM {flow_runs}")
+    ((run_id, status),) = app.sql("SELECT id, status FROM {flow_runs}")
     assert status == "running"
     assert app.sql("SELECT status, tries, claims FROM {action_runs}") == [("pending", 0, 0)]
     from dramatiq_saga import get_flow

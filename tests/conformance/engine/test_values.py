@@ -245,8 +245,14 @@ def test_a_workflow_takes_the_same_path_live_and_after_a_restart(app: Applicatio
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4) | st.tuples(inner, inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4) | st.tuples(inner, inner)
+    ),
     max_leaves=12,
 )
 
@@ -369,7 +375,9 @@ def test_nothing_is_unpickled_unless_the_host_has_chosen_that(applications: Appl
     assert not Path("/tmp/dramatiq-saga-must-not-exist").exists()
 
 
-@pytest.mark.parametrize("text", ["'; DROP TABLE saga_flow_runs; --", '"); --', "%s %d ? {flow_runs} {{x}}", "é 漢 🎉 \x00 \x1b[2J", "\\'"])
+@pytest.mark.parametrize(
+    "text", ["'; DROP TABLE saga_flow_runs; --", '"); --', "%s %d ? {flow_runs} {{x}}", "é 漢 🎉 \x00 \x1b[2J", "\\'"]
+)
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
 def test_values_are_parameters_whatever_they_say(kind: str, text: str, applications: Applications) -> None:
     """SAFE-2: in arguments, results, errors, run ids, tags, reasons."""

@@ -574,7 +574,7 @@ def test_tables_that_are_missing_are_told_with_the_command(tmp_path: Path, postg
 
 def test_settings_that_cannot_work_are_refused_by_name() -> None:
     """SettingsError: the full name of the key."""
-    with pytest.raises(SettingsError, match="actions.reclaim.stale_running.after_seconds"):
+    with pytest.raises(SettingsError, match=r"actions\.reclaim\.stale_running\.after_seconds"):
         Settings.from_mapping({"actions": {"reclaim": {"stale_running": {"after_seconds": -1}}}})
 
 

@@ -3,6 +3,8 @@
 Arguments are bound to the actor's signature and encoded when they are given, so a mistake shows at the line that makes it and
 not during a rollback. On ground that is recorded already, nothing is bound or encoded again: the row says what was asked for,
 and only kind and name have to agree (HISTORY-1).
+
+Long because every sentence that can be said of a step is a method here, with what it guarantees.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -24,6 +25,7 @@ from .codec import encode_call, step_failed
 from .engine.replay import Replay
 from .engine.rows import CompensationSpec, NewStep, StepEntry
 from .errors import NotSerializableError, SagaError, StepExpiredError
+from .options import check_options
 from .statuses import CompensationFailurePolicy
 
 if TYPE_CHECKING:
@@ -326,42 +328,6 @@ class ActionBuilder(Generic[R]):
     def __del__(self) -> None:
         if not getattr(self, "_built", True):
             self._replay.builder_dropped(f"action({self._actor.actor_name})")
-
-
-#: What Dramatiq takes for the options that it reads from a message: a test, and the words for it.
-_OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_retries": (lambda value: value is None or (_is_integer(value) and value >= 0), "a number of tries from 0, or None"),
-    "min_backoff": (lambda value: _is_integer(value) and value >= 0, "milliseconds, as an integer from 0"),
-    "max_backoff": (lambda value: _is_integer(value) and value >= 0, "milliseconds, as an integer from 0"),
-    "max_age": (lambda value: value is None or (_is_integer(value) and value > 0), "milliseconds, as an integer above 0"),
-    "time_limit": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
-        "milliseconds, as a number above 0",
-    ),
-    "priority": (lambda value: _is_integer(value), "an integer; lower ones go first"),
-    "queue_name": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9._-]*", value) is not None,
-        "a queue's name: letters, digits, dots, dashes and underscores, beginning with a letter or an underscore",
-    ),
-    "notify_shutdown": (lambda value: isinstance(value, bool), "True or False"),
-    "store_results": (lambda value: isinstance(value, bool), "True or False"),
-}
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Refuse values that Dramatiq would stumble over when the message has left already.
-
-    Raises:
-      TypeError: names the option, the value, and what it takes.
-    """
-    for name, value in options.items():
-        known = _OPTION_VALUES.get(name)
-        if known is not None and not known[0](value):
-            raise TypeError(f"{where} does not take {name}={value!r}: it is {known[1]}")
 
 
 class _Reclaim:

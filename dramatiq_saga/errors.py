@@ -240,8 +240,8 @@ class FlowExpiredError(FlowEndedError):
 class ResultMissing(SagaError, _DramatiqResultMissing):
     """The run has not finished yet, so it has no result."""
 
-    def __init__(self, run_id: str, status: str, held: str | None = None) -> None:
-        Exception.__init__(self, run_id, status, held)  # Dramatiq's own takes a message only
+    def __init__(self, run_id: str, status: str, *, held: str | None = None) -> None:
+        Exception.__init__(self, run_id, status)  # Dramatiq's own takes a message only
         self.run_id = run_id
         self.status = status
         self.held = held
@@ -256,8 +256,8 @@ class ResultMissing(SagaError, _DramatiqResultMissing):
 class ResultTimeout(SagaError, _DramatiqResultTimeout):
     """The run did not finish within the time given to wait for it."""
 
-    def __init__(self, run_id: str, status: str, held: str | None = None) -> None:
-        Exception.__init__(self, run_id, status, held)
+    def __init__(self, run_id: str, status: str, *, held: str | None = None) -> None:
+        Exception.__init__(self, run_id, status)
         self.run_id = run_id
         self.status = status
         self.held = held

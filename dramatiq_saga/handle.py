@@ -114,10 +114,10 @@ class FlowHandle(Generic[R]):
             if status == FlowStatus.EXPIRED:
                 raise FlowExpiredError(self.id, workflow, cause, reason)
             if deadline is None:
-                raise ResultMissing(self.id, status, _in_words(hold))
+                raise ResultMissing(self.id, status, held=_in_words(hold))
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ResultTimeout(self.id, status, _in_words(hold))
+                raise ResultTimeout(self.id, status, held=_in_words(hold))
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LONGEST_WAIT)
 

@@ -16,7 +16,6 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, over
 import dramatiq
 from dramatiq import Actor, Broker
 
-from .builders import check_options
 from .clock import moment_to_ms, to_ms, uuid7
 from .codec import encode_call, printable, short_text
 from .engine import runs
@@ -27,6 +26,7 @@ from .flow import Flow, tag_text
 from .handle import FlowHandle
 from .inline import run_inline
 from .middleware import middleware_of
+from .options import check_options
 from .store.models import ID_LENGTH, NAME_LENGTH
 
 P = ParamSpec("P")

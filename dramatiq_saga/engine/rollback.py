@@ -140,7 +140,7 @@ def draft(
             continue
         if row[9] and is_live(entry):
             # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
-            # to stand so still when the plan is written. test_a_claim_that_lands_while_a_rollback_is_planned_is_undone
+            # to stand so still when the plan is written. test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
             entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
             plan.rests_on.append((row[0], row[1], row[3]))
         if entry.status == "completed" and entry.comp_from_result and row[7] is None and row[0] not in resolved:

@@ -49,7 +49,11 @@ class Shop:
         def careful(flow: Any, order: str) -> str:
             """Its step is undone even when nobody knows how it ended."""
             return str(
-                flow.action(charge, order).compensate_with(refund, order).compensate_step_on_self_failure().reclaim_stale_after(60).run()
+                flow.action(charge, order)
+                .compensate_with(refund, order)
+                .compensate_step_on_self_failure()
+                .reclaim_stale_after(60)
+                .run()
             )
 
         def lucky(flow: Any, order: str) -> str:

@@ -147,7 +147,9 @@ def test_a_claim_waits_for_a_cancel_that_holds_the_run_and_loses(bench: MakeBenc
 
 
 @postgresql_only
-def test_a_cancel_waits_for_a_claim_and_cancels_the_step_that_it_claimed(bench: MakeBench, shop: Shop, table_prefix: str) -> None:
+def test_a_cancel_waits_for_a_claim_and_cancels_the_step_that_it_claimed(
+    bench: MakeBench, shop: Shop, table_prefix: str
+) -> None:
     """STATUS-2, FENCE-1: the claim was first, so its body runs, and its outcome is refused."""
     worker, operator = bench(), bench()
     body = shop.bodies["charge"] = Doorstep()
@@ -427,7 +429,10 @@ def test_a_straggler_cannot_touch_a_step_that_was_reclaimed(
     successor.result()
     assert first.codes() == ["outcome_rejected"]
     assert second.codes() == []
-    assert first.one("SELECT result, error FROM {action_runs} WHERE run_id = ? AND sequence = 1", run)[0] == b'"the one that counts"'  # type: ignore[index]
+    assert (
+        first.one("SELECT result, error FROM {action_runs} WHERE run_id = ? AND sequence = 1", run)[0]
+        == b'"the one that counts"'
+    )  # type: ignore[index]
     assert first.steps(run) == [("charge", "completed"), ("reserve", "pending")]
     assert first.events(run).count("action.completed") == 1
     assert first.events(run).count("action.failed") == 0
@@ -450,9 +455,7 @@ def test_a_message_whose_row_is_still_owned_is_put_back_until_the_row_may_be_cla
     assert first.step(run) == ("completed", 1)
 
 
-def test_a_row_of_a_lost_worker_is_never_run_again_with_reclaim_off(
-    bench: MakeBench, shop: Shop, clock: ManualClock
-) -> None:
+def test_a_row_of_a_lost_worker_is_never_run_again_with_reclaim_off(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
     """C20, CLAIM-2: without a deadline nothing takes the row over, however late."""
     worker = bench()
     run, message = at_first_step(worker)
@@ -745,7 +748,9 @@ def test_an_undo_whose_worker_is_gone_ends_its_level(bench: MakeBench, shop: Sho
 
 
 @pytest.mark.parametrize("happened", [True, False], ids=["it did happen", "it did not"])
-@pytest.mark.parametrize("write", ["claim", "outcome and decision", "outcome", "failed try", "decision", "side effect", "undo outcome"])
+@pytest.mark.parametrize(
+    "write", ["claim", "outcome and decision", "outcome", "failed try", "decision", "side effect", "undo outcome"]
+)
 def test_an_unknown_write_settles_by_its_token(bench: MakeBench, shop: Shop, write: str, happened: bool) -> None:
     """QUEUE-8, CLAIM-4, FENCE-1, NATIVE-7: a body runs once per claim, and everything is recorded once, either way."""
     worker = bench()
@@ -787,7 +792,10 @@ def test_an_unknown_write_settles_by_its_token(bench: MakeBench, shop: Shop, wri
         assert worker.undos(run) == [("unreserve", "completed"), ("refund", "completed")]
     assert worker.codes() == []
     events = worker.events(run)
-    claims = {row[0] for row in worker.all("SELECT attempts - tries FROM {action_runs} WHERE run_id = ? AND status = 'completed'", run)}
+    claims = {
+        row[0]
+        for row in worker.all("SELECT attempts - tries FROM {action_runs} WHERE run_id = ? AND status = 'completed'", run)
+    }
     assert claims <= {1}
     assert events.count("action.given_up") == 1
     assert events.count("flow.failed") == 1
@@ -796,7 +804,9 @@ def test_an_unknown_write_settles_by_its_token(bench: MakeBench, shop: Shop, wri
 
 @pytest.mark.parametrize("happened", [True, False], ids=["it did happen", "it did not"])
 @pytest.mark.parametrize("knows_the_workflow", [True, False])
-def test_an_unknown_give_up_settles_by_its_token(bench: MakeBench, shop: Shop, happened: bool, knows_the_workflow: bool) -> None:
+def test_an_unknown_give_up_settles_by_its_token(
+    bench: MakeBench, shop: Shop, happened: bool, knows_the_workflow: bool
+) -> None:
     """NATIVE-2, QUEUE-8: the failure is given up once, and the rollback it leads to is planned once."""
     worker = bench()
 

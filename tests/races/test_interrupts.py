@@ -100,7 +100,9 @@ class Line:
             if message is not None:
                 self.consumer.handle_message(message)
                 continue
-            row = self.one("SELECT MIN(CASE state WHEN 1 THEN available_at ELSE lease_until END) FROM {messages} WHERE state IN (1, 2)")
+            row = self.one(
+                "SELECT MIN(CASE state WHEN 1 THEN available_at ELSE lease_until END) FROM {messages} WHERE state IN (1, 2)"
+            )
             if row[0] is None:
                 return None
             self.clock.advance(max(0, row[0] - self.clock.now()) / 1000 + 0.001)
@@ -238,7 +240,9 @@ def places_to_try(total: int) -> list[int]:
     return sorted({1 + round(number * (total - 1) / (SAMPLE - 1)) for number in range(SAMPLE)})
 
 
-def survive(line: Line, prepare: Callable[[], Any], check: Callable[[str], None], kind: type[Interrupt], **options: Any) -> None:
+def survive(
+    line: Line, prepare: Callable[[], Any], check: Callable[[str], None], kind: type[Interrupt], **options: Any
+) -> None:
     """Raise ``kind`` at every place (see the module's head) while the message that ``prepare`` returns is processed."""
     armed = options.pop("counts", None) or (lambda frame: line.is_armed(kind))
     message = prepare()
@@ -267,7 +271,9 @@ KINDS = pytest.mark.parametrize("kind", [TimeLimitExceeded, Shutdown])
 
 @KINDS
 @pytest.mark.parametrize("lines", [False, True], ids=["calls", "lines"])
-def test_an_interrupt_anywhere_around_a_step_costs_neither_outcome_nor_try(line: Line, kind: type[Interrupt], lines: bool) -> None:
+def test_an_interrupt_anywhere_around_a_step_costs_neither_outcome_nor_try(
+    line: Line, kind: type[Interrupt], lines: bool
+) -> None:
     """FENCE-5, NATIVE-4, CLAIM-4, C43, C44: from before the claim until after the outcome, the body itself excepted."""
     survive_around_a_step(line, kind, lines=lines)
 

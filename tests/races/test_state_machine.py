@@ -327,7 +327,8 @@ class Runs(RuleBasedStateMachine):
         if row is not None and row[2] in ("pending", "running", "waiting"):
             worker.store.write(
                 lambda tx: tx.run(
-                    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) WHERE id = ?", (self.clock.now(), run)
+                    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) WHERE id = ?",
+                    (self.clock.now(), run),
                 )
             )
             self.send(worker.message(Outgoing("drive", run, row[0], row[1])))
@@ -345,11 +346,15 @@ class Runs(RuleBasedStateMachine):
     def nothing_that_is_settled_changes(self) -> None:
         """FENCE-2, STATUS-1, DRIVE-4: neither a recorded outcome, nor its result, nor a terminal status is ever written over."""
         for run in self.runs:
-            rows = self.workers[0].all("SELECT sequence, status, given_up, attempts, result, error FROM {action_runs} WHERE run_id = ?", run)
+            rows = self.workers[0].all(
+                "SELECT sequence, status, given_up, attempts, result, error FROM {action_runs} WHERE run_id = ?", run
+            )
             for sequence, status, given_up, *rest in rows:
                 if status in SETTLED or (status == "failed" and given_up):
                     self._fixed(("step", run, sequence), (status, *rest))
-            rows = self.workers[0].all("SELECT sequence, status, given_up, attempts FROM {compensation_runs} WHERE run_id = ?", run)
+            rows = self.workers[0].all(
+                "SELECT sequence, status, given_up, attempts FROM {compensation_runs} WHERE run_id = ?", run
+            )
             for sequence, status, given_up, *rest in rows:
                 if status == "completed" or (status == "failed" and given_up):
                     self._fixed(("undo", run, sequence), (status, *rest))
@@ -413,7 +418,9 @@ class Runs(RuleBasedStateMachine):
                     self.a_body_succeeds(0)
             assert not self.letters, "messages that lead to nothing but themselves"
         for run in self.runs:
-            assert worker.status(run) in FINAL, f"{run} waits for ever: {worker.status(run)} {worker.steps(run)} {worker.undos(run)}"
+            assert worker.status(run) in FINAL, (
+                f"{run} waits for ever: {worker.status(run)} {worker.steps(run)} {worker.undos(run)}"
+            )
         self.nothing_that_is_settled_changes()
         self.runs_only_move_forward()
         self.every_claim_has_at_most_one_outcome()
@@ -433,12 +440,15 @@ class Runs(RuleBasedStateMachine):
         ]
         assert undone == sorted(undone, reverse=True)
         assert len(set(undone)) == len(undone)
-        steps = worker.all("SELECT sequence, actor, status, attempts FROM {action_runs} WHERE run_id = ? ORDER BY sequence", run)
+        steps = worker.all(
+            "SELECT sequence, actor, status, attempts FROM {action_runs} WHERE run_id = ? ORDER BY sequence", run
+        )
         due = [sequence for sequence, actor, state, _ in steps if state == "completed" and actor != "notify"]
         if rollback == "done":
             missing = set(due) - set(undone)
             failed = {
-                row[0] for row in worker.all("SELECT sequence FROM {compensation_runs} WHERE run_id = ? AND status = 'failed'", run)
+                row[0]
+                for row in worker.all("SELECT sequence FROM {compensation_runs} WHERE run_id = ? AND status = 'failed'", run)
             }
             assert missing <= failed
             extra = set(undone) - set(due)

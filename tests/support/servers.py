@@ -149,10 +149,13 @@ def claim_redis() -> str:
 
 
 def release_redis(url: str) -> None:
+    """Empty it, but for the mark that it may be flushed: a worker that dies late can write to it once more."""
     import redis
 
-    with redis.Redis.from_url(url) as client:
-        client.flushdb()
+    with redis.Redis.from_url(url) as client, client.pipeline(transaction=True) as pipeline:
+        pipeline.flushdb()
+        pipeline.set("dramatiq-saga-tests", "this database may be flushed")
+        pipeline.execute()
 
 
 # --- RabbitMQ --------------------------------------------------------------------------------------------------------

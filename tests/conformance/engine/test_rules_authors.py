@@ -285,7 +285,7 @@ def test_arguments_that_do_not_fit_are_refused_to_the_caller_with_the_signature(
                 send(*args, **kwargs)
     with pytest.raises(TypeError, match=r"does not take 'max_retries': "):
         order.send_with_options(args=("ann",), max_retries=3)
-    with pytest.raises(ValueError, match="must be text of 1 to 128"):
+    with pytest.raises(ValueError, match="must be text of 1 to 128 printable characters"):
         order.send_with_options(args=("ann",), run_id="x" * 129)
     with pytest.raises(SagaError, match=r"order is a workflow: start it with order\.send"):
         order("ann")

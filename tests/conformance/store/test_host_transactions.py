@@ -252,6 +252,8 @@ def test_the_first_use_may_be_inside_a_host_transaction(database_url: str, open_
     """On SQLite the tables are made in the host's transaction, whose lock nobody else gets; they vanish with it."""
     store = open_on(database_url)
     with rolled_back(store.database):
+        store.prepare()
+    with rolled_back(store.database):
         store.write(add())
     with store.database.atomic():
         store.prepare()

@@ -6,6 +6,8 @@ Errors become JSON text that names classes instead of pickling them and that alw
 
 Nothing here is unpickled, and nothing imported by a stored name, unless the host chose an encoder that does (SAFE-1).
 Describing an error never raises, whatever the error does.
+
+Long because values, errors and text for people share their limits and their promise never to raise where an outcome is at stake.
 """
 
 from __future__ import annotations

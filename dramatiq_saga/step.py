@@ -259,6 +259,13 @@ class Runner:
                 options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
             body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+        if body is not None and not body.started and claim.stale_at is not None and self.engine.now() >= claim.stale_at:
+            # Stalled since the claim (a pause, a slow listener): another worker may have taken the row over, or even be done.
+            # Claiming again tells, by the same statement. test_a_worker_that_stalls_between_claim_and_body_claims_again
+            delivery.claim = delivery.body = None
+            delivery.state = "new"
+            self._go_on(delivery, fn)
+            return
         if body is None or not (body.started or not delivery.interrupts):
             self._release(delivery, claim)
             return

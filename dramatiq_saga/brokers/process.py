@@ -27,6 +27,7 @@ class Deliveries:
     def __init__(self, broker: DatabaseBroker) -> None:
         self.pid = os.getpid()
         self._broker = broker
+        self._broker = broker
         #: True while every worker of this process is shutting down: nobody would start what is reserved now (QUEUE-7).
         self.draining = False
         self._lock = Lock()
@@ -37,7 +38,9 @@ class Deliveries:
         self._bell = None if path is None else Bell(path)
         self._watcher = None
         if path is not None and self._bell is not None:
-            self._watcher = FileWatcher(path, bell=self._bell, interval=broker.poll_interval, on_change=self.changed)
+            self._watcher = FileWatcher(
+                path, bell=self._bell, interval=broker.poll_interval, on_change=self.changed, on_replaced=self.replaced
+            )
 
     # --- consumers ---------------------------------------------------------------------------------------------------
 
@@ -67,6 +70,15 @@ class Deliveries:
         for consumers in tuple(self._consumers.values()):
             for consumer in consumers:
                 consumer.database_changed()
+
+    def replaced(self) -> None:
+        """Another file stands where ours was opened: say so, and go on with the one that is there."""
+        self._broker.logger.critical(
+            "The SQLite file was deleted or replaced while it was open; what this process wrote since then may be lost. It goes on "
+            "with the file that is there now. Stop all workers before moving a database."
+        )
+        self._broker.store.close()
+        self.changed()
 
     # --- deliveries --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: With a bell, polling is this many times slower.
 RELAXED = 10
 
+#: How often the watcher looks whether the file is still the one that it has opened, seconds.
+FILE_CHECK_INTERVAL = 1.0
+
 #: Seconds between two wake-ups at least, in a storm of messages: one reason to look, not thousands.
 BREATH = 0.005
 
@@ -66,13 +69,17 @@ class Bell:
 
 
 class FileWatcher:
-    """Calls ``on_change`` after commits to the SQLite file at ``path`` by any other connection."""
+    """Calls ``on_change`` after commits to the SQLite file at ``path`` by any other connection, and ``on_replaced`` once another
+    file stands there: whoever has opened the old one would look into it for ever."""
 
-    def __init__(self, path: str, *, bell: Bell, interval: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, path: str, *, bell: Bell, interval: float, on_change: Callable[[], None], on_replaced: Callable[[], None]
+    ) -> None:
         self._path = path
         self._bell = bell
         self._interval = interval
         self._on_change = on_change
+        self._on_replaced = on_replaced
         self._lock = Lock()
         self._thread: Thread | None = None
         self._stop = Event()
@@ -98,7 +105,15 @@ class FileWatcher:
     def _run(self, stop: Event, handle: int | None) -> None:
         version = _DataVersion(self._path)
         seen = None
+        file, looked_at = _identity(self._path), time.monotonic()
         while not stop.is_set():
+            if time.monotonic() - looked_at > FILE_CHECK_INTERVAL:
+                looked_at, found = time.monotonic(), _identity(self._path)
+                if file is not None and found is not None and found != file:
+                    version.close()
+                    version = _DataVersion(self._path)
+                    self._on_replaced()
+                file = found or file
             if handle is None:
                 stop.wait(self._interval)
             elif select.select([handle], [], [], self._interval * RELAXED)[0]:
@@ -128,6 +143,15 @@ def _drain(handle: int) -> bool:
                 if int.from_bytes(events[offset + 4 : offset + 8], sys.byteorder) & _IN_IGNORED:
                     return False
     return True
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file stands at ``path``; ``None`` while there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class _DataVersion:

@@ -110,6 +110,7 @@ class Claim:
     undoes: tuple[str, str] | None = None  # outcome, key
     claims: int = 1  # since the last outcome, this one included
     max_claims: int | None = None  # the step's own limit
+    stale_at: int | None = None  # when another worker may take the row over
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class ClaimAttempt:
             undoes = (row[17], row[18])
         return Claim(
             job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
-            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6],
+            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8],
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:

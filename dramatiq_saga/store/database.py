@@ -338,10 +338,22 @@ def _nothing(_tx: Tx) -> Any:
     return None
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    for store in list(_stores):
+        if isinstance(store._engine, Writer):
+            store._engine.hold()
+
+
+def _after_fork_in_parent() -> None:
+    for store in list(_stores):
+        if isinstance(store._engine, Writer):
+            store._engine.release()
+
+
+def _after_fork_in_child() -> None:
     for store in list(_stores):
         store._abandon()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

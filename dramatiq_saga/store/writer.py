@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 from peewee import SqliteDatabase
@@ -41,6 +41,9 @@ MAX_BATCH = 64
 
 #: The side file that writers of several processes take turns at, beside the database; it stays empty.
 TURNSTILE_SUFFIX = "-turn"
+
+#: How long a fork waits for the writer to be between transactions, seconds: longer than a busy timeout.
+FORK_PATIENCE = 15.0
 
 #: How often the writer looks whether its file is still the one at the path, seconds.
 FILE_CHECK_INTERVAL = 1.0
@@ -70,6 +73,7 @@ class Writer:
         self.moved = moved
         self.local = local
         self._thread: _WriterThread | None = None
+        self._held: _WriterThread | None = None  # kept between transactions while this process forks
         self._lock = Lock()
 
     def submit(self, ticket: Ticket[Any]) -> None:
@@ -90,12 +94,28 @@ class Writer:
             thread.queue.put(None)
             self._rescue(thread)
 
+    def hold(self) -> None:
+        """Before a fork: wait until the thread is between transactions.
+
+        SQLite keeps its locks in tables of the process, which a fork copies: a child born while its parent held the write lock
+        would find the file locked for ever (test_a_fork_waits_until_the_writer_is_between_transactions).
+        """
+        thread = self._thread
+        if thread is not None and thread is not current_thread() and thread.between_transactions.acquire(timeout=FORK_PATIENCE):
+            self._held = thread
+
+    def release(self) -> None:
+        """After a fork, in the parent: go on."""
+        thread, self._held = self._held, None
+        if thread is not None:
+            thread.between_transactions.release()
+
     def abandon(self) -> None:
         """In a forked child: the thread is gone, and its connection is the parent's."""
         if self._thread is not None:
             self._thread.abandon()
         keep_inherited(self._thread)
-        self._thread = None
+        self._thread = self._held = None
         self._lock = Lock()
 
     def _start(self) -> _WriterThread:
@@ -131,6 +151,7 @@ class _WriterThread(Thread):
         self._registered: list[Callable[[], None]] = []
         self._batch: list[Ticket[Any]] = []
         self._last = False
+        self.between_transactions = Lock()  # held by whoever is in one, and by a fork meanwhile
         self._turnstile: Turnstile | None = None
         self._file: tuple[int, int] | None = None
         self._looked_at = 0.0
@@ -199,13 +220,14 @@ class _WriterThread(Thread):
             self._serve_singly(batch)
 
     def _root(self, body: Callable[[], None]) -> Outcome[None]:
-        turnstile = self._turnstile
-        if turnstile is None or not turnstile.enter():
-            return run_root(self._database, body)
-        try:
-            return run_root(self._database, body)
-        finally:
-            turnstile.leave()
+        with self.between_transactions:
+            turnstile = self._turnstile
+            if turnstile is None or not turnstile.enter():
+                return run_root(self._database, body)
+            try:
+                return run_root(self._database, body)
+            finally:
+                turnstile.leave()
 
     def _execute_batch(self, ticket: Ticket[Any]) -> None:
         """Inside the root: ``ticket``, and whoever else has come by the time that each operation is through."""

@@ -597,6 +597,29 @@ def test_a_forked_child_uses_neither_the_thread_nor_a_connection_of_its_parent(s
     assert factory.opened == opened
 
 
+def test_a_fork_waits_until_the_writer_is_between_transactions(store: Store) -> None:
+    """A child born while its parent holds SQLite's write lock would find the file locked for ever: locks are copied with it."""
+    store.write(add())
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(tx: Tx) -> int:
+        inside.set()
+        assert go_on.wait(20)
+        return add()(tx)
+
+    ticket = store.submit(slow)
+    assert inside.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+
+    def child() -> None:
+        assert store.write(add()) == 3
+        store.close()
+
+    in_child(child)
+    assert ticket.result() == 2
+    assert store.write(add()) == 4
+
+
 def test_a_fork_inside_a_host_transaction_leaves_it_to_the_parent(store: Store) -> None:
     """The child would commit the parent's transaction, and the parent's commit would be lost."""
     with store.database.atomic("IMMEDIATE"):

@@ -15,6 +15,7 @@ from dramatiq_saga.engine.claim import Claim, ClaimAttempt
 from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.engine.sender import InlineSender
+from dramatiq_saga.events import ActionStarted, subscribe, unsubscribe
 from dramatiq_saga.inline import _InlineMessage, run_message
 from dramatiq_saga.middleware import build_message, middleware_of
 from dramatiq_saga.step import Delivery, Runner
@@ -85,3 +86,28 @@ def test_claims_below_the_limit_run_the_step(sqlite_path: Path, lost: int) -> No
     shop.deliver(shop.message)
     assert shop.ran == (["charge"] if lost < 2 else ["refund"])
     assert shop.handle.status == ("completed" if lost < 2 else "failed")
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_worker_that_stalls_between_claim_and_body_claims_again(sqlite_path: Path, taken_over: bool) -> None:
+    """DRIVE-4, CLAIM-1: a recorded step does not run again because its first worker was asleep before it began."""
+    shop = Shop(sqlite_path, limit=None)
+    stalled: list[int] = []
+
+    def stall(event: ActionStarted) -> None:
+        if not stalled:  # listeners run between the claim and the body
+            stalled.append(event.action.attempts)
+            shop.clock.advance(11)
+            if taken_over:
+                shop.deliver(shop.message)
+
+    subscribe(stall, ActionStarted)
+    try:
+        shop.deliver(shop.message)
+    finally:
+        unsubscribe(stall)
+    assert stalled == [1]
+    assert shop.ran == ["charge"]
+    (step,) = shop.handle.actions()
+    assert (step.status, step.attempts) == ("completed", 2)
+    assert shop.handle.status == "completed"

@@ -364,21 +364,6 @@ def storable(text: str) -> str:
     return text
 
 
-def short_text(value: object, what: str, *, limit: int) -> str:
-    """``value``, where it is text that a column of that many characters takes on every database.
-
-    :raises TypeError: it is no text.
-    :raises ValueError: it is empty, too long, or holds NUL or half of a surrogate pair; ``what`` names it.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f"{what} is text, not {value!r}")
-    if not 0 < len(value) <= limit:
-        raise ValueError(f"{what} has between 1 and {limit} characters, not {len(value)}")
-    if storable(value) != value:
-        raise ValueError(f"{what} cannot be stored: {value!r} holds NUL or half of a surrogate pair")
-    return value
-
-
 def printable(text: str) -> str:
     """``text`` on one line, safe for a terminal: control characters and directional overrides become visible escapes."""
     return _UNPRINTABLE.sub(_escaped, text)

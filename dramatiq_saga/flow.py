@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from .builders import ActionBuilder
-from .codec import short_text
 from .engine.replay import Replay, current_replay
 from .errors import SagaError
+from .options import short_text
 from .store.models import NAME_LENGTH
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Dramatiq options that a step's or a run's messages carry: which values Dramatiq can work with.
+"""Dramatiq options that a step's or a run's messages carry, and names: what Dramatiq and every database can work with.
 
 A message with a value that Dramatiq stumbles over dies before anything of ours sees it, again and again; so values are checked
 where a person gives them. Options that this module does not know belong to other middleware, and pass.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from .codec import storable
 
 #: What Dramatiq takes for the options that it reads from a message: a test, and the words for it.
 _OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -44,3 +46,18 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         known = _OPTION_VALUES.get(name)
         if known is not None and not known[0](value):
             raise TypeError(f"{where} does not take {name}={value!r}: it is {known[1]}")
+
+
+def short_text(value: object, what: str, *, limit: int) -> str:
+    """``value``, where it is text that a column of that many characters takes on every database.
+
+    :raises TypeError: it is no text.
+    :raises ValueError: it is empty, too long, or holds NUL or half of a surrogate pair; ``what`` names it.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is text, not {value!r}")
+    if not 0 < len(value) <= limit:
+        raise ValueError(f"{what} has between 1 and {limit} characters, not {len(value)}")
+    if storable(value) != value:
+        raise ValueError(f"{what} cannot be stored: {value!r} holds NUL or half of a surrogate pair")
+    return value

@@ -17,7 +17,7 @@ import dramatiq
 from dramatiq import Actor, Broker
 
 from .clock import moment_to_ms, to_ms, uuid7
-from .codec import encode_call, printable, short_text
+from .codec import encode_call, printable
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
@@ -26,7 +26,7 @@ from .flow import Flow, tag_text
 from .handle import FlowHandle
 from .inline import run_inline
 from .middleware import middleware_of
-from .options import check_options
+from .options import check_options, short_text
 from .store.models import ID_LENGTH, NAME_LENGTH
 
 P = ParamSpec("P")

@@ -9,11 +9,12 @@ one history exactly one finds it unchanged. Proven by ``tests/races/test_interle
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import rollback
-from .rows import Decision, NewStep, Outgoing, Snapshot
+from .rows import Decision, Entry, NewStep, Outgoing, Snapshot
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -59,11 +60,12 @@ def write(
     sent_at: int | None,
     wakes: int = 0,
     plan: rollback.Plan | None = None,
+    entries: Sequence[Entry] | None = None,
 ) -> bool:
     """Write ``decision``; false (and nothing written) where the run is no longer as ``snapshot`` has it.
 
     ``snapshot`` is the history as the database holds it before this transaction; ``wakes`` is what this same transaction
-    raises the wake count by (an outcome written beside it), and counts as seen.
+    raises the wake count by (an outcome written beside it), and counts as seen; ``entries`` is the history with that outcome.
     """
     seen = snapshot.wakes + wakes
     if decision.kind == "suspended":
@@ -85,7 +87,7 @@ def write(
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and any(rollback.is_live(entry) for entry in snapshot.entries):
+    if decision.kind != "suspended" and any(rollback.is_live(entry) for entry in entries or snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
     return True
 

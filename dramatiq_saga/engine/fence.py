@@ -179,7 +179,15 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
             return False
         if not decisions.write(
-            tx, engine, snapshot, decision, now=now, sent_at=now if outbox.joined else None, wakes=1, plan=plan
+            tx,
+            engine,
+            snapshot,
+            decision,
+            now=now,
+            sent_at=now if outbox.joined else None,
+            wakes=1,
+            plan=plan,
+            entries=after.entries,
         ):
             raise _MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)

@@ -19,6 +19,7 @@ from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import runs
 from dramatiq_saga.engine.claim import ClaimAttempt
 from dramatiq_saga.engine.drive import Driven
+from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
 from dramatiq_saga.events import ActionOutcomeRejected, subscribe, unsubscribe
 from dramatiq_saga.step import Delivery
@@ -438,6 +439,73 @@ def test_a_straggler_cannot_touch_a_step_that_was_reclaimed(
     assert first.events(run).count("action.failed") == 0
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_a_straggler_cannot_touch_an_undo_that_was_reclaimed(
+    bench: MakeBench, shop: Shop, clock: ManualClock, fails: bool
+) -> None:
+    """FENCE-1, COMP-1: the first worker reports while the second is at it; the rollback goes on once, after the second."""
+    settings = Settings.from_mapping({"sagas": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}}})
+    first, second = bench(settings=settings), bench(settings=settings)
+    slow, quick = Doorstep(), Doorstep()
+    bodies = iter([slow, quick])
+    shop.bodies["unreserve"] = lambda order: next(bodies)(order)
+    run, message = at_first_step(first)
+    first.deliver(message)
+    first.deliver(first.take())
+    assert first.compensate(run)
+    first.sender.queue.popleft()
+    undo = first.message(first.take())
+    straggler = Background(lambda: first.deliver(undo))
+    slow.wait()
+    clock.advance(61)
+    successor = Background(lambda: second.deliver(undo))
+    quick.wait()
+    if fails:
+        slow.fail(ValueError("too late"))
+    else:
+        slow.succeed(None)
+    straggler.result()
+    assert first.undo(run, 2) == ("running", 2)
+    assert first.undo(run, 1) == ("pending", 0)
+    assert first.messages == []
+    assert first.codes() == ["outcome_rejected"]
+    quick.succeed(None)
+    successor.result()
+    second.run()
+    assert first.undos(run) == [("unreserve", "completed"), ("refund", "completed")]
+    assert shop.order().count("refund") == 1
+
+
+def test_an_undo_that_comes_after_its_rollback_has_halted_runs_nothing(bench: MakeBench, shop: Shop) -> None:
+    """CLAIM-1: a compensation is claimed only while its run's rollback is running."""
+    worker, other = bench(), bench()
+    body = shop.bodies["unreserve"] = Doorstep()
+    body.fail(ValueError("no"))
+    run, message = at_first_step(worker)
+    worker.deliver(message)
+    worker.deliver(worker.take())
+    assert worker.compensate(run)
+    worker.sender.queue.popleft()
+    worker.runner.give_up(worker.deliver(worker.take()))
+    assert worker.one("SELECT status, rollback FROM {flow_runs} WHERE id = ?", run) == ("cancelled", "halted")
+    early = other.message(Outgoing("compensation", run, "refund", "default", 1))
+    other.deliver(early)
+    assert shop.order() == ["charge", "reserve", "unreserve"]
+    assert other.undo(run, 1) == ("pending", 0)
+    assert other.codes() == ["claim_lost"]
+
+
+def test_a_step_of_a_run_that_has_ended_is_never_claimed(bench: MakeBench, shop: Shop) -> None:
+    """CLAIM-1: whatever the row says (here: as a run that was ended by hand would leave it), the run's status decides."""
+    worker = bench()
+    run, message = at_first_step(worker)
+    worker.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET status = 'failed', ended_at = 1 WHERE id = ?", (run,)))
+    worker.deliver(message)
+    assert shop.ran == []
+    assert worker.step(run) == ("pending", 0)
+    assert worker.codes() == ["claim_lost"]
+
+
 def test_a_message_whose_row_is_still_owned_is_put_back_until_the_row_may_be_claimed(
     bench: MakeBench, shop: Shop, clock: ManualClock
 ) -> None:
@@ -649,6 +717,43 @@ def test_a_late_outcome_loses_to_a_give_up_of_the_claim_after_it(bench: MakeBenc
     assert first.codes() == ["outcome_rejected"]
     assert first.step(run) == ("failed", 2)
     assert first.status(run) == "failed"
+
+
+@pytest.mark.parametrize("kind", ["step", "undo"])
+def test_a_give_up_of_an_earlier_failure_changes_nothing(bench: MakeBench, shop: Shop, kind: str) -> None:
+    """NATIVE-2: the row has failed once more since; only the last of its claims may give it up."""
+    first, second = bench(), bench()
+    run, message = at_first_step(first)
+    actor, state = ("charge", first.step) if kind == "step" else ("refund", first.undo)
+    if kind == "undo":
+        first.deliver(message)
+        assert first.compensate(run)
+        first.sender.queue.popleft()
+        message = first.message(first.take())
+    body = shop.bodies[actor] = Doorstep()
+    body.fail(ValueError("declined"))
+    failed = first.deliver(message)
+    second.deliver(message)
+    assert state(run) == ("failed", 2)
+    first.runner.give_up(failed)
+    assert state(run) == ("failed", 2)
+    assert not any(event.endswith("given_up") for event in first.events(run))
+    assert set(first.codes()) <= {"write_refused", "outcome_rejected"}
+    assert first.codes() != []
+
+
+def test_a_give_up_that_comes_after_a_cancel_changes_nothing(bench: MakeBench, shop: Shop) -> None:
+    """NATIVE-2, STATUS-2: a row that was cancelled between two tries is no failure."""
+    worker, operator = bench(), bench()
+    body = shop.bodies["charge"] = Doorstep()
+    body.fail(ValueError("declined"))
+    run, message = at_first_step(worker)
+    failed = worker.deliver(message)
+    assert operator.cancel(run)
+    worker.runner.give_up(failed)
+    assert worker.codes() == ["write_refused"]
+    assert worker.one("SELECT status, given_up FROM {action_runs} WHERE run_id = ?", run) == ("cancelled", False)
+    assert "action.given_up" not in worker.events(run)
 
 
 # --- duplicates ------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class World:
         self.workers[0].store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in tables])
         for worker in self.workers:
             worker._faults.clear()
-            worker._stops.clear()
+            worker._overtakings.clear()
             worker.sender.queue.clear()
             worker.anomalies.lines.clear()
             worker.engine.cache = SnapshotCache()
@@ -264,6 +264,40 @@ class Runs(RuleBasedStateMachine):
         self.collect()
 
     @precondition(lambda self: self.working)
+    @rule(number=number, which=number, reports=st.booleans())
+    def a_claim_goes_stale_and_is_taken_over(self, number: int, which: int, reports: bool) -> None:
+        """The first worker has only been slow: its report may come any time. ``reports``: the second one's comes at once."""
+        _, delivery, _ = self.pick(self.working, which)
+        bodies = len(self.working)
+        self.clock.advance(61)
+        self.claim(self.worker(number), delivery.message)
+        if reports and len(self.working) > bodies:
+            self.a_body_succeeds(bodies)
+        self.collect()
+
+    @precondition(lambda self: self.runs)
+    @rule(
+        number=number,
+        which=number,
+        write=st.sampled_from(["claim", "outcome and decision", "outcome", "decision", "side effect", "plan", "cancel", "undo outcome", "advance"]),
+        by=st.sampled_from(["a message", "a message", "a body", "an operator"]),
+    )
+    def the_next_write_of_a_kind_is_overtaken(self, number: int, which: int, write: str, by: str) -> None:
+        """Between its reading and its writing, the other worker gets something done."""
+        worker, other = self.worker(number), number + 1
+
+        def overtake() -> None:
+            if by == "a message":
+                self.things_go_well(other, which)
+            elif by == "an operator":
+                self.somebody_ends_a_run(other, which, True)
+            elif self.working:
+                self.a_body_succeeds(which)
+
+        if not worker._overtakings:
+            worker.overtake(write, overtake)
+
+    @precondition(lambda self: self.working)
     @rule(which=number, redelivered=st.booleans())
     def a_worker_dies_in_a_body(self, which: int, redelivered: bool) -> None:
         entry = self.pick(self.working, which)
@@ -403,6 +437,7 @@ class Runs(RuleBasedStateMachine):
         self.letters.clear()
         for worker in self.workers:
             worker._faults.clear()
+            worker._overtakings.clear()
         worker = self.workers[0]
         for _ in range(25):
             if all(worker.status(run) in FINAL for run in self.runs):
@@ -462,7 +497,7 @@ class Runs(RuleBasedStateMachine):
 
 TestRuns = Runs.TestCase
 TestRuns.settings = settings(
-    max_examples=2000 if THOROUGH else 150,
+    max_examples=2000 if THOROUGH else 200,
     stateful_step_count=60 if THOROUGH else 40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

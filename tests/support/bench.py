@@ -188,6 +188,7 @@ class Bench:
         self.engine.note_cost = lambda run_id, seconds: None  # type: ignore[method-assign]  # no wall clock decides what is written
         self._stops: list[Stop] = []
         self._faults: list[_Fault] = []
+        self._overtakings: list[tuple[str, Callable[[], None]]] = []
         self._write = self.store.write
         self.store.write = self._watched_write  # type: ignore[method-assign]
         self.store.prepare()
@@ -306,6 +307,11 @@ class Bench:
         self._stops.append(stop)
         return stop
 
+    def overtake(self, write: str, call: Callable[[], None]) -> None:
+        """Have ``call`` carried out before the next such write begins, after everything that it rests on was read."""
+        assert write in WRITES
+        self._overtakings.append((write, call))
+
     def fail(self, write: str, *, happened: bool, unknown: bool = True, times: int = 1) -> None:
         """Have the next such write answered with an error: as unknown, whether or not it did happen, or as refused."""
         assert write in WRITES
@@ -321,6 +327,10 @@ class Bench:
                 stop.stand()
             elif stop.where == "inside":
                 operation = _standing(operation, stop)
+        overtaking = next((entry for entry in self._overtakings if _is(operation, entry[0])), None)
+        if overtaking is not None:
+            self._overtakings.remove(overtaking)
+            overtaking[1]()
         fault = next((fault for fault in self._faults if _is(operation, fault.write)), None)
         if fault is None:
             value = self._write(operation)

@@ -6,6 +6,7 @@ bodies did in ``calls``. Kinds differ in where rows and messages live; everythin
 * ``sqlite``      rows and queue in one SQLite file
 * ``postgresql``, ``mariadb``   rows and queue in one server
 * ``redis``       RedisBroker in front of a PostgreSQL store
+* ``rabbitmq``    RabbitmqBroker in front of an SQLite store
 * ``stub``        StubBroker in front of an SQLite store
 """
 
@@ -169,6 +170,9 @@ class Application:
             return int(self.sql("SELECT COUNT(*) FROM {messages} WHERE state <> 3")[0][0])
         if isinstance(self.broker, StubBroker):
             return sum(queue.unfinished_tasks for queue in self.broker.queues.values())
+        if self.kind == "rabbitmq":
+            counts: Any = self.broker.get_queue_message_counts  # type: ignore[attr-defined]
+            return sum(sum(counts(queue)[:2]) for queue in self.broker.get_declared_queues())
         return sum(self.broker.do_qsize(queue) for queue in self.broker.get_declared_queues())  # type: ignore[attr-defined]
 
     def types(self, handle: FlowHandle[Any]) -> list[str]:
@@ -191,6 +195,7 @@ class Places:
     def __init__(self, directory: Path) -> None:
         self._template = directory / "template.db"
         self._prefixes: dict[str, str] = {}
+        self._vhost: str | None = None
         self._lock = threading.Lock()
 
     def sqlite(self, path: Path) -> Path:
@@ -215,9 +220,18 @@ class Places:
         store.close()
         return url, prefix
 
+    def rabbitmq(self) -> str:
+        """A virtual host of this session's own; applications have queues of their own on it."""
+        if self._vhost is None:
+            servers.require("rabbitmq")
+            self._vhost = servers.create_vhost()
+        return self._vhost
+
     def close(self) -> None:
         for name, prefix in self._prefixes.items():
             servers.drop_tables(name, prefix)
+        if self._vhost is not None:
+            servers.delete_vhost(self._vhost)
 
 
 class Applications:
@@ -256,6 +270,11 @@ class Applications:
             database, prefix = self._places.server("postgresql")
             self._redis.append(servers.claim_redis())
             made = (broker or RedisBroker)(url=self._redis[-1], middleware=before, **options)
+        elif kind == "rabbitmq":
+            from dramatiq.brokers.rabbitmq import RabbitmqBroker
+
+            database = self._places.sqlite(self.path(number))
+            made = (broker or RabbitmqBroker)(url=self._places.rabbitmq(), middleware=before, confirm_delivery=True, **options)
         else:
             database = self._places.sqlite(self.path(number))
             made = (broker or StubBroker)(middleware=before, **options)

@@ -279,7 +279,9 @@ class Runs(RuleBasedStateMachine):
     @rule(
         number=number,
         which=number,
-        write=st.sampled_from(["claim", "outcome and decision", "outcome", "decision", "side effect", "plan", "cancel", "undo outcome", "advance"]),
+        write=st.sampled_from(
+            ["claim", "outcome and decision", "outcome", "decision", "side effect", "plan", "cancel", "undo outcome", "advance"]
+        ),
         by=st.sampled_from(["a message", "a message", "a body", "an operator"]),
     )
     def the_next_write_of_a_kind_is_overtaken(self, number: int, which: int, write: str, by: str) -> None:

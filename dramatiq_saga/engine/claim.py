@@ -152,12 +152,14 @@ class ClaimAttempt:
         claim = self._claimed(row)
         if not engine.store.commit_is_proof:
             row = engine.store.read(self._read)
-            if row is None or not self._is_ours(row) or row[2] != claim.attempts:
+            if row is None or row[9] != self.delivery or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
                     row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor,
                     claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._not_committed(row)
+            if row[7] != "running":  # it was committed, and somebody has ended the row since: a cancel, an expiry
+                return self._lost(row)
         if not self._told:  # an interrupt out of a listener has this called again
             self._told = True
             notify.changes(engine, job.run_id, claim.workflow, self._at, [self._line(claim.actor, claim.attempts)])

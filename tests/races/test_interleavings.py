@@ -156,17 +156,40 @@ def test_a_cancel_waits_for_a_claim_and_cancels_the_step_that_it_claimed(
     body = shop.bodies["charge"] = Doorstep()
     run, message = at_first_step(worker)
     stop = worker.stop("claim", where="inside", statement="UPDATE {action_runs}")
+    doubt = operator.stop("cancel", where="inside", statement="UPDATE {flow_runs}")
     working = Background(lambda: worker.deliver(message))
     stop.wait_reached()
     cancelling = Background(lambda: operator.cancel(run))
     eventually(lambda: blocked(table_prefix) == 1)
     stop.go()
-    assert cancelling.result()
     body.wait()
+    doubt.go()
+    assert cancelling.result()
     body.succeed("too late")
     working.result()
     assert worker.step(run) == ("cancelled", 1)
     assert worker.codes() == ["outcome_rejected"]
+
+
+@postgresql_only
+def test_a_claim_that_was_cancelled_before_it_was_read_back_runs_nothing(bench: MakeBench, shop: Shop) -> None:
+    """CLAIM-3: it was committed, so nothing is wrong with the transaction; the claim is lost to the cancel, and says so."""
+    worker, operator = bench(), bench()
+    run, message = at_first_step(worker)
+    engine = worker.runner.engine
+    write = engine.store.write
+
+    def then_cancelled(operation: Any) -> Any:
+        done = write(operation)
+        if operation.__qualname__.endswith("ClaimAttempt._write"):
+            assert operator.cancel(run)
+        return done
+
+    engine.store.write = then_cancelled  # type: ignore[method-assign]
+    worker.deliver(message)
+    assert shop.order() == []
+    assert worker.step(run) == ("cancelled", 1)
+    assert worker.codes() == ["claim_lost"]
 
 
 def test_a_claim_that_comes_after_the_plan_of_a_rollback_runs_nothing(bench: MakeBench, shop: Shop) -> None:

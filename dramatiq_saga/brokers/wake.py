@@ -73,13 +73,19 @@ class FileWatcher:
     file stands there: whoever has opened the old one would look into it for ever."""
 
     def __init__(
-        self, path: str, *, bell: Bell, interval: float, on_change: Callable[[], None], on_replaced: Callable[[], None]
+        self,
+        path: str,
+        *,
+        bell: Bell,
+        interval: float,
+        on_change: Callable[[], None],
+        on_replaced: Callable[[], None] | None = None,
     ) -> None:
         self._path = path
         self._bell = bell
         self._interval = interval
         self._on_change = on_change
-        self._on_replaced = on_replaced
+        self._on_replaced = on_replaced or on_change
         self._lock = Lock()
         self._thread: Thread | None = None
         self._stop = Event()

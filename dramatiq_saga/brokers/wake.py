@@ -113,6 +113,7 @@ class FileWatcher:
         seen = None
         file, looked_at = _identity(self._path), time.monotonic()
         while not stop.is_set():
+            file = file or _identity(self._path)  # the one that the first of us to open it has made
             if time.monotonic() - looked_at > FILE_CHECK_INTERVAL:
                 looked_at, found = time.monotonic(), _identity(self._path)
                 if file is not None and found is not None and found != file:

@@ -415,15 +415,19 @@ class Runs(RuleBasedStateMachine):
 
     @invariant()
     def every_claim_has_at_most_one_outcome(self) -> None:
-        """FENCE-1: one recorded ending per attempt, one recorded success per row."""
+        """FENCE-1: one recorded ending per attempt, one recorded success per row, none of a claim that has been superseded."""
         for run in self.runs:
             ends: dict[tuple[str, int, int], int] = {}
             done: dict[tuple[str, int], int] = {}
+            latest: dict[tuple[str, int], int] = {}
             for kind, sequence, attempt in self.workers[0].all(
-                "SELECT type, sequence, attempt FROM {flow_events} WHERE run_id = ? AND attempt IS NOT NULL", run
+                "SELECT type, sequence, attempt FROM {flow_events} WHERE run_id = ? AND attempt IS NOT NULL ORDER BY id", run
             ):
                 family, _, word = kind.partition(".")
+                if word in ("started", "step_started"):
+                    latest[family, sequence] = attempt
                 if word in ("completed", "failed", "released", "step_released"):
+                    assert attempt == latest[family, sequence], f"{kind} of {sequence} by claim {attempt}"
                     ends[family, sequence, attempt] = ends.get((family, sequence, attempt), 0) + 1
                 if word == "completed":
                     done[family, sequence] = done.get((family, sequence), 0) + 1
@@ -499,8 +503,8 @@ class Runs(RuleBasedStateMachine):
 
 TestRuns = Runs.TestCase
 TestRuns.settings = settings(
-    max_examples=2000 if THOROUGH else 200,
-    stateful_step_count=60 if THOROUGH else 40,
+    max_examples=2000 if THOROUGH else 300,
+    stateful_step_count=60 if THOROUGH else 50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -39,7 +39,7 @@ MODULES = {
     "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders advice options",
+    "flow": "flow builders advice options coroutines",
     "dramatiq": "workflow handle query step middleware inline interrupts",
     "operations": "operations reports",
     "testing": "testing",

@@ -39,7 +39,7 @@ MODULES = {
     "foundation": "errors statuses settings clock codec views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders advice options",
+    "flow": "flow builders groups advice options",
     "dramatiq": "workflow handle query step middleware inline interrupts",
     "operations": "operations reports",
     "testing": "testing",

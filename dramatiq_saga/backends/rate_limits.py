@@ -84,13 +84,11 @@ class DatabaseRateLimiterBackend(RateLimiterBackend):
     .. versionadded:: 0.1
     """
 
-    def __init__(
-        self, database: str | Path | Database | Store, *, prefix: str = "saga_", clock: Clock | None = None
-    ) -> None:
+    def __init__(self, database: str | Path | Database | Store, *, prefix: str = "saga_", clock: Clock | None = None) -> None:
         self.store = store_of(database, prefix=prefix, clock=clock)
         self._published = threading.Condition()
 
-    def add(self, key: str, value: int, ttl: int) -> bool:  # type: ignore[override]
+    def add(self, key: str, value: int, ttl: int) -> bool:
         """Add a key that is not there; ``ttl`` is in milliseconds. Returns whether it was added."""
         ident = row_id(key)
 
@@ -107,17 +105,15 @@ class DatabaseRateLimiterBackend(RateLimiterBackend):
 
         return self.store.write(operation)
 
-    def incr(self, key: str, amount: int, maximum: int, ttl: int) -> bool:  # type: ignore[override]
+    def incr(self, key: str, amount: int, maximum: int, ttl: int) -> bool:
         """Add ``amount`` unless that makes more than ``maximum``. Returns whether it was done."""
         return self.store.write(lambda tx: self._change(tx, row_id(key), amount, _LOWEST, maximum, ttl))
 
-    def decr(self, key: str, amount: int, minimum: int, ttl: int) -> bool:  # type: ignore[override]
+    def decr(self, key: str, amount: int, minimum: int, ttl: int) -> bool:
         """Take ``amount`` away unless that leaves less than ``minimum``. Returns whether it was done."""
         return self.store.write(lambda tx: self._change(tx, row_id(key), -amount, minimum, _HIGHEST, ttl))
 
-    def incr_and_sum(  # type: ignore[override]
-        self, key: str, keys: Callable[[], Iterable[str]], amount: int, maximum: int, ttl: int
-    ) -> bool:
+    def incr_and_sum(self, key: str, keys: Callable[[], Iterable[str]], amount: int, maximum: int, ttl: int) -> bool:
         """Add ``amount`` to a key unless that makes it, or the sum over ``keys()``, more than ``maximum``.
 
         Who else may be here: somebody who adds to another key of the same sum. On SQLite there is one writer; on servers both
@@ -151,7 +147,7 @@ class DatabaseRateLimiterBackend(RateLimiterBackend):
             purge(tx, _TABLE, now)
         return changed > 0
 
-    def wait(self, key: str, timeout: int | None) -> bool:  # type: ignore[override]
+    def wait(self, key: str, timeout: int | None) -> bool:
         """Wait until somebody has called :meth:`wait_notify` for this key, at most ``timeout`` milliseconds; ``None``: without end.
 
         Returns whether it has happened. What other processes publish is noticed within a quarter of a second; a
@@ -175,7 +171,7 @@ class DatabaseRateLimiterBackend(RateLimiterBackend):
                 self._published.wait(pause if left is None else min(pause, left))
             pause = next_pause(pause)
 
-    def wait_notify(self, key: str, ttl: int) -> None:  # type: ignore[override]
+    def wait_notify(self, key: str, ttl: int) -> None:
         """Let everyone go on who waits for this key, and who comes within ``ttl`` milliseconds."""
 
         def operation(tx: Tx) -> None:

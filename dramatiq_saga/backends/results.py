@@ -89,12 +89,12 @@ class DatabaseResultBackend(ResultBackend):
         while True:
             found = self._get(key)
             if found is not Missing:
-                return self.unwrap_result(found)
+                return self.unwrap_result(found)  # type: ignore[no-untyped-call]
             if not block:
-                raise ResultMissing(message)
+                raise ResultMissing(message)  # type: ignore[no-untyped-call]
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ResultTimeout(message)
+                raise ResultTimeout(message)  # type: ignore[no-untyped-call]
             time.sleep(min(pause, left))
             pause = next_pause(pause)
 

@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
 
 #: The rooms that are not folders.
 MODULES = {
-    "foundation": "errors statuses settings clock codec views",
+    "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
     "flow": "flow builders advice options",
@@ -55,7 +55,7 @@ OUTSIDE: dict[str, str] = {
     "redis": "locks.py",
     "pika": "",
     "apscheduler": "recovery/schedule.py",
-    "dramatiq": "codec.py brokers backends flow dramatiq operations testing cli",
+    "dramatiq": "codec.py encoder.py brokers backends flow dramatiq operations testing cli",
     "dramatiq.results.errors": "errors.py",
     "dramatiq.middleware": "errors.py",  # only what derives from its MiddlewareError gets out of a hook
     "dramatiq.threading": "events",  # its interrupts are no errors of a listener

@@ -57,7 +57,7 @@ from .errors import (
     UnknownActorError,
 )
 from .flow import Flow
-from .groups import ensure_group_callbacks
+from .barriers import ensure_group_callbacks
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .settings import Settings

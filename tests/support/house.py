@@ -40,7 +40,7 @@ MODULES = {
     "events": "events",
     "locks": "locks",
     "flow": "flow builders advice options",
-    "dramatiq": "workflow handle query step middleware inline interrupts groups",
+    "dramatiq": "workflow handle query step middleware inline interrupts barriers",
     "operations": "operations reports",
     "testing": "testing",
 }

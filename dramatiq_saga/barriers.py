@@ -1,4 +1,4 @@
-"""Dramatiq's groups, as blocks use them: whose barriers count, and where they are kept (PAR-1).
+"""The barriers of Dramatiq's groups, as blocks use them: whose they are, and where they are kept (PAR-1).
 
 A broker that has no ``GroupCallbacks`` of its host's gets one of ours, in front of SagaMiddleware, when the engine is made: so it
 is there before the first group is sent and before a worker takes its first message. Barriers then live in the broker's own Redis,

@@ -42,6 +42,7 @@ from dramatiq.middleware import (
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
+from .barriers import ensure_group_callbacks
 from .brokers.database import DatabaseBroker
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
@@ -57,7 +58,6 @@ from .errors import (
     UnknownActorError,
 )
 from .flow import Flow
-from .barriers import ensure_group_callbacks
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .settings import Settings

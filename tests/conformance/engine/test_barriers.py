@@ -12,8 +12,8 @@ from dramatiq.rate_limits.backends.stub import StubBackend
 
 from dramatiq_saga import Flow, SagaMiddleware
 from dramatiq_saga.backends import DatabaseRateLimiterBackend
-from dramatiq_saga.errors import MiddlewareOrderError
 from dramatiq_saga.barriers import OwnGroupCallbacks
+from dramatiq_saga.errors import MiddlewareOrderError
 from dramatiq_saga.middleware import check_order
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually

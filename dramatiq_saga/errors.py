@@ -325,7 +325,21 @@ class NotSerializableError(SagaError, TypeError):
     def __str__(self) -> str:
         return (
             f"{self.path} cannot be stored: {self.detail}; "
-            "pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder)"
+            "pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder; dramatiq_saga.codec.TaggedJSONEncoder is one)"
+        )
+
+
+class UnknownTagError(SagaError, ValueError):
+    """A stored value holds a tag that no class is registered for in this process (CODEC-3). ``tag`` is its name."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag)
+        self.tag = tag
+
+    def __str__(self) -> str:
+        return (
+            f"a stored value is tagged {self.tag!r}, which this process does not know: register the class that it was written "
+            "for on the encoder (TaggedJSONEncoder.register) before values are read"
         )
 
 

@@ -69,7 +69,10 @@ _REOPEN_WAIT = (
     "UPDATE {waits} SET status = 'waiting', name = ?, cycle = ?, due_at = ?, signal_id = NULL, payload = NULL, created_at = ?, "
     "ended_at = NULL WHERE run_id = ? AND sequence = ? AND kind = 'retry' AND status <> 'waiting'"
 )
-_OPEN_RETRY_WAIT = "INSERT INTO {waits} (run_id, sequence, kind, name, cycle, status, due_at, created_at) VALUES (?, ?, 'retry', ?, ?, 'waiting', ?, ?)"
+_OPEN_RETRY_WAIT = (
+    "INSERT INTO {waits} (run_id, sequence, kind, name, cycle, status, due_at, created_at) "
+    "VALUES (?, ?, 'retry', ?, ?, 'waiting', ?, ?)"
+)
 _RETRY_STEP = (
     "UPDATE {action_runs} SET status = 'pending', given_up = FALSE, cycle = cycle + 1, tries = 0, claims = 0, ended_at = NULL, "
     "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = NULL WHERE run_id = ? "

@@ -462,6 +462,18 @@ class HistoryMismatchError(SagaError):
         )
 
 
+class HistoryFormatError(SagaError, ValueError):
+    """A file that was to hold a recorded history does not, or holds one that this version cannot read."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(name, detail)
+        self.name = name
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.name} is no history that can be replayed: {self.detail}"
+
+
 class SuspensionSwallowedError(SagaError):
     """A bare ``except:`` (or ``except BaseException``) around a step swallowed the suspension and the function went on."""
 

@@ -296,7 +296,6 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
     ("context.capture", f"{__name__}:takes_one"),
     ("context.capture", later),
     ("context.restore", 1),
-    ("context.restore", dict.fromkeys(["x"]).copy),
     ("context.restore", f"{__name__}:takes_none"),
     ("schema.table_prefix", "a" * 25),
     ("schema.table_prefix", "ü_"),

@@ -6,11 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
-import dramatiq
 import pytest
 from dramatiq.middleware import AsyncIO, CurrentMessage, Middleware, default_middleware
 
 from dramatiq_saga import Flow, FlowFailedError, Settings, Step, current_step
+from dramatiq_saga.errors import WouldBlockError
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
 
@@ -317,19 +317,31 @@ def test_a_workflow_function_is_never_async(function: Any, words: str, lite: App
     assert function.__name__ not in lite.broker.actors
 
 
-def test_an_async_step_without_the_middleware_fails_with_the_line_that_mends_it(applications: Applications) -> None:
+def test_an_async_step_without_the_middleware_holds_the_run_with_the_line_that_mends_it(
+    applications: Applications,
+) -> None:
+    """A deploy mends it, so nothing is rolled back and no step is spent."""
     app = applications("sqlite")
+    plain = app.step("plain")
 
     @app.actor
     async def step() -> None: ...
 
-    @dramatiq.actor(queue_name=app.queue, broker=app.broker, max_retries=0)
-    def plain() -> None: ...
-
     @app.workflow
     def one(flow: Flow) -> None:
+        flow.run(plain)
         flow.run(step)
 
-    handle = app.run(one)
-    with pytest.raises(FlowFailedError, match=r"step is an async actor.*broker.add_middleware\(.*AsyncIO"):
-        handle.result()
+    @app.workflow
+    def undone(flow: Flow) -> None:
+        flow.action(plain).compensate_with(step).run()
+
+    with app.working():
+        for declared, steps in ((one, 1), (undone, 0)):
+            handle = declared.send()
+            app.drain()
+            (held,) = app.sql("SELECT hold_error FROM {flow_runs} WHERE id = ?", handle.id)
+            assert "step is an async actor" in held[0] and "AsyncIO()" in held[0]
+            assert handle.status == "waiting" and len(handle.actions()) == steps
+    with pytest.raises(WouldBlockError, match="AsyncIO"):
+        one.run_sync()

@@ -62,7 +62,9 @@ def everywhere(app: Application) -> Any:
     def stranger() -> None:
         app.calls.append(("stranger", tenant.get()))
 
-    fail = app.step("fail", raises=ValueError("no"))
+    @app.actor
+    def fail() -> None:
+        raise ValueError("no")
 
     def built(n: int) -> Any:
         app.calls.append(("built", tenant.get()))
@@ -99,8 +101,7 @@ def test_every_piece_of_code_runs_in_its_runs_context_and_the_thread_ends_as_it_
     assert app.calls.pop() == ("stranger", None)
     for name in ("red", "blue"):
         assert {what for what, seen in app.calls if seen == name} == {"function", "side effect", "step", "built", "undo"}
-    assert {seen for what, seen in app.calls if what != "fail" and isinstance(seen, str)} == {"red", "blue"}
-    assert None not in {call[1] for call in app.calls if len(call) > 1}
+    assert {seen for _, seen in app.calls} == {"red", "blue"}
 
 
 def test_a_run_sent_in_any_setting_keeps_its_context(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_a_run_sent_in_any_setting_keeps_its_context(app: Application, monkeypat
     handle = app.run(order)
     app.drain()
     assert handle.status == "failed"
-    assert {seen for what, *rest in app.calls for seen in rest} == {"red"}
+    assert {seen for _, seen in app.calls} == {"red"}
 
 
 def test_run_sync_runs_in_the_captured_context_and_gives_the_callers_back(applications: Applications) -> None:
@@ -168,6 +169,86 @@ def test_a_run_that_is_sent_from_a_step_takes_that_steps_context_along(applicati
         app.ended(handle)
         app.drain()
     assert seen and set(seen) == {"red"}
+
+
+def test_the_function_can_read_what_was_captured(applications: Applications) -> None:
+    """CTX-1: with restoring off too, and as a value of its own each time."""
+    app = applications("sqlite", settings=context(capture=lambda: {"tenant": "red", "more": [1]}))
+    step = app.step("step")
+
+    @app.workflow
+    def order(flow: Flow) -> Any:
+        flow.context["more"].append(2)
+        flow.run(step)
+        return flow.context
+
+    @app.workflow(context=None)
+    def plain(flow: Flow) -> Any:
+        return [flow.context]
+
+    assert app.run(order).result() == {"tenant": "red", "more": [1]}
+    assert app.run(plain).result() == [None]
+
+
+def test_a_restore_that_raises_in_a_drive_holds_the_run_until_it_works(applications: Applications) -> None:
+    """CTX-1, HISTORY-1: nobody's failure; nothing is rolled back, and the step's outcome stands."""
+    broken = [False]
+    app = applications(
+        "sqlite", settings=context(capture=lambda: "red", restore=lambda c: as_tenant(c) if not broken[0] else 1 / 0)
+    )
+
+    @app.actor
+    def step() -> None:
+        app.calls.append("step")
+        broken[0] = True
+
+    @app.workflow
+    def order(flow: Flow) -> str | None:
+        flow.run(step)
+        return tenant.get()
+
+    with app.working():
+        handle = order.send()
+        app.drain()
+        assert handle.status == "waiting" and handle.actions()[0].status == "completed"
+        (held,) = app.sql("SELECT hold_error FROM {flow_runs} WHERE id = ?", handle.id)
+        assert "ZeroDivisionError" in held[0]
+        broken[0] = False
+        handle.kick()
+        assert app.ended(handle) == "completed"
+    assert handle.result() == "red" and app.calls == ["step"]
+
+
+def test_a_restore_that_raises_while_a_rollback_is_planned_raises_to_the_operator(applications: Applications) -> None:
+    """COMP-3: the run stays as found."""
+    broken = [False]
+    app = applications(
+        "sqlite", settings=context(capture=lambda: "red", restore=lambda c: as_tenant(c) if not broken[0] else 1 / 0)
+    )
+    undo = app.step("undo")
+
+    @app.actor
+    def step() -> int:
+        broken[0] = True
+        return 1
+
+    wait = app.step("wait")
+
+    @app.workflow
+    def order(flow: Flow) -> None:
+        flow.action(step).compensate_with(lambda n: undo.message(n)).run()
+        flow.run(wait)
+
+    with app.working():
+        handle = order.send()
+        app.drain()
+        with pytest.raises(ZeroDivisionError):
+            handle.compensate()
+        assert handle.status == "waiting"
+        broken[0] = False
+        assert handle.compensate()
+        assert app.ended(handle) == "cancelled"
+    assert app.calls == [("undo", 1)]
 
 
 # --- capturing -------------------------------------------------------------------------------------------------------

@@ -172,6 +172,10 @@ class Runner:
         self.stopping = threading.Event()
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
+    def inlined(self, sender: Sender) -> Runner:
+        """A runner of the same kind for a loop in the calling process (SYNC-1)."""
+        return Runner(self.engine, self.broker, sender, inline=True)
+
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def persist(self, part: Callable[[], T]) -> T:

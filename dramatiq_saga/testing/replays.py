@@ -9,28 +9,32 @@ decision, arguments included. Nothing is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..clock import to_iso
 from ..codec import preview
 from ..engine.core import SnapshotCache
-from ..engine.replay import HoldRun, NeedsRecording, Replay, replay
-from ..engine.rows import Decision, Snapshot
+from ..engine.rows import Decision, Snapshot, block_name
 from ..engine.snapshot import read
+from ..engine.verify import walk
 from ..errors import HistoryMismatchError
 
 if TYPE_CHECKING:
     from ..engine.core import Engine
+    from ..store.database import Tx
 
 _RUNS = "SELECT id, revision FROM {flow_runs} ORDER BY created_at, id"
 _RESULT = "SELECT result FROM {flow_runs} WHERE id = ?"
-_STEPS = (
-    "SELECT sequence, actor, args, comp_actor, comp_args FROM {action_runs} WHERE run_id = ? AND sequence > ? ORDER BY sequence"
-)
+_AFTER = "WHERE run_id = ? AND sequence > ?"
+_STEPS = f"SELECT sequence, actor, args, comp_actor, comp_args FROM {{action_runs}} {_AFTER}"
+_CHILDREN = f"SELECT sequence, workflow, args, comp_actor, comp_args FROM {{children}} {_AFTER}"
+_BLOCKS = f"SELECT sequence, kind, size FROM {{blocks}} {_AFTER}"
+_WAITS = f"SELECT sequence, kind, name, due_at FROM {{waits}} {_AFTER} AND kind <> 'retry'"
 
-#: Entries that are recorded while a replay goes on, and not by the decision that it leads to.
-_RECORDED_ON_THE_WAY = ("side effect", "patch")
+#: Entries that may have been recorded before the decision that follows them.
+_RECORDED_ON_THE_WAY = ("side effect", "sent signal", "patch")
 
 #: Longest preview of arguments in an error.
 _SHOWN = 300
@@ -90,13 +94,8 @@ def _read(engine: Engine, run_id: str) -> Snapshot | None:
 def _replayed(engine: Engine, snapshot: Snapshot) -> Decision | None:
     """Where a replay leads that writes nothing; ``None`` where it needs a side effect that is not recorded."""
     __tracebackhide__ = True
-    context = Replay(snapshot, now=engine.now(), settings=engine.settings)
-    try:
-        return replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
-    except HoldRun as held:
-        raise held.error from held.error.__cause__
-    except NeedsRecording:
-        return None
+    function = engine.workflows[snapshot.workflow].function
+    return walk(function, snapshot, engine.make_flow, settings=engine.settings, now=engine.now()).decision
 
 
 def _check_what_is_recorded(engine: Engine, snapshot: Snapshot) -> None:
@@ -105,7 +104,7 @@ def _check_what_is_recorded(engine: Engine, snapshot: Snapshot) -> None:
     decision = _replayed(engine, snapshot)
     end = len(snapshot.entries) + 1
     if snapshot.status in ("pending", "running", "waiting"):
-        if snapshot.wakes == snapshot.wakes_seen and (decision is None or decision.kind != "suspended" or _asks(decision)):
+        if snapshot.wakes == snapshot.wakes_seen and (decision is None or decision.kind != "suspended" or requests(decision)):
             raise HistoryMismatchError(snapshot.run_id, end, "nothing: the run waits", _asked(decision))
     elif snapshot.status in ("completed", "failed") and not any(_is_cut_off(entry) for entry in snapshot.entries):
         if decision is None or decision.kind != snapshot.status:
@@ -119,65 +118,86 @@ def _check_what_is_recorded(engine: Engine, snapshot: Snapshot) -> None:
 
 
 def _check_the_decision(engine: Engine, before: Snapshot, after: Snapshot) -> None:
-    """The last decision once more: the same steps, undone the same way, with the same arguments."""
+    """The last decision once more: the same requests, with the same arguments."""
     __tracebackhide__ = True
     cut = len(before.entries)
     while cut < len(after.entries) and after.entries[cut].kind in _RECORDED_ON_THE_WAY:
         cut += 1
     if cut == len(after.entries):
         return
-    decision = _replayed(engine, replace(after, entries=list(after.entries[:cut]), status="running", wakes=after.wakes + 1))
-    rows = engine.store.read(lambda tx: tx.all(_STEPS, (after.run_id, cut)))
-    steps = {step.sequence: step for step in decision.steps} if decision is not None else {}
-    for sequence, actor, args, comp_actor, comp_args in rows:
-        step = steps.get(sequence)
-        if step is None:
-            raise HistoryMismatchError(after.run_id, sequence, f"step {actor!r}", _asked(decision))
-        for what, name, recorded, asked_name, asked in (
-            ("step", actor, args, step.actor, step.args),
-            ("compensation", comp_actor, comp_args, *_undo(step)),
-        ):
-            if (name, _bytes(recorded)) != (asked_name, _bytes(asked)):
-                raise HistoryMismatchError(
-                    after.run_id,
-                    sequence,
-                    f"{what} {name!r} with {_shown(recorded)}",
-                    f"{what} {asked_name!r} with {_shown(asked)}",
-                )
+    rested_on = replace(after, entries=list(after.entries[:cut]), status="running", wakes=after.wakes + 1)
+    decision = _replayed(engine, rested_on)
+    recorded = engine.store.read(lambda tx: recorded_requests(tx, after.run_id, cut))
+    asked = {} if decision is None else requests(decision)
+    for sequence in sorted({*recorded, *asked}):
+        if recorded.get(sequence) != asked.get(sequence):
+            raise HistoryMismatchError(
+                after.run_id, sequence, recorded.get(sequence, "nothing"), asked.get(sequence) or _asked(decision)
+            )
 
 
-def _undo(step: Any) -> tuple[str | None, bytes | None]:
-    spec = step.compensation
+def requests(decision: Decision) -> dict[int, str]:
+    """What a decision asks for, by sequence, in words that say everything that has to agree."""
+    found = {one.sequence: _call("step", one.actor, one.args, *_undo(one)) for one in decision.steps}
+    more = decision.more
+    if more is not None:
+        found |= {one.sequence: _call("child", one.workflow, one.args, *_undo(one)) for one in more.children}
+        found |= {one.sequence: _block(one.what, one.size) for one in more.blocks}
+        found |= {one.sequence: _wait(one.what, one.name, one.due_at) for one in more.waits}
+    return found
+
+
+def recorded_requests(tx: Tx, run_id: str, after: int) -> dict[int, str]:
+    """The same of what is recorded behind a sequence."""
+    key = (run_id, after)
+    found = {row[0]: _call("step", *row[1:]) for row in tx.all(_STEPS, key)}
+    found |= {row[0]: _call("child", *row[1:]) for row in tx.all(_CHILDREN, key)}
+    found |= {row[0]: _block(*row[1:]) for row in tx.all(_BLOCKS, key)}
+    found |= {row[0]: _wait(*row[1:]) for row in tx.all(_WAITS, key)}
+    return found
+
+
+def _call(what: str, name: str, args: Any, comp_actor: str | None, comp_args: Any) -> str:
+    undone = "" if comp_actor is None or comp_args is None else f", undone by {comp_actor!r} with {_text(comp_args)}"
+    return f"{what} {name!r} with {_text(args)}{undone}"
+
+
+def _undo(one: Any) -> tuple[str | None, bytes | None]:
+    spec = one.compensation
     return (None, None) if spec is None else (spec.actor, spec.args)
+
+
+def _block(what: str, size: int) -> str:
+    return f"{block_name(what)} of {size}"
+
+
+def _wait(what: str, name: str | None, due_at: int | None) -> str:
+    return ("timer" if what == "timer" else f"wait for signal {name!r}") + (
+        "" if due_at is None else f" until {to_iso(due_at)}"
+    )
 
 
 def _is_cut_off(entry: Any) -> bool:
     """Whether the run ended while this was open: a replay would wait for it."""
-    return getattr(entry, "status", None) in ("cancelled", "pending", "running", "waiting", "awaiting_retry")
-
-
-def _asks(decision: Decision) -> bool:
-    """Whether it would create anything."""
-    lists = (getattr(decision, one.name) for one in fields(decision) if one.name != "resolved")
-    return any(isinstance(value, list) and value for value in lists)
+    return entry.is_live or getattr(entry, "status", None) == "cancelled"
 
 
 def _asked(decision: Decision | None) -> str:
     if decision is None:
         return "a side effect"
-    if decision.steps:
-        return f"step {decision.steps[0].actor!r} with {_shown(decision.steps[0].args)}"
-    if decision.kind == "suspended":
-        return "something else" if _asks(decision) else "nothing more: it waits"
-    return f"nothing more: it has {decision.kind}"
+    asked = requests(decision)
+    if asked:
+        return asked[min(asked)]
+    return "nothing more: it waits" if decision.kind == "suspended" else f"nothing more: it has {decision.kind}"
 
 
-def _bytes(data: Any) -> bytes | None:
-    return None if data is None else bytes(data)
+def _text(data: Any) -> str:
+    """Arguments, whole: what is compared is what is shown."""
+    return "nothing" if data is None else preview(bytes(data), len(data))
 
 
-def _shown(data: Any) -> str:
-    return "nothing" if data is None else str(preview(bytes(data), _SHOWN))
+def _shown(data: bytes | None) -> str:
+    return "nothing" if data is None else preview(data, _SHOWN)
 
 
 __all__ = ["ReplayChecks"]

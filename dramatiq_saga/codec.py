@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import dramatiq
 from dramatiq.encoder import JSONEncoder
 
+from .encoder import IMMUTABLE, MARK
+from .encoder import TaggedJSONEncoder as TaggedJSONEncoder
 from .errors import NotSerializableError, StepFailedError, StepInterruptedError, qualified_name
 
 #: Deepest nesting that is stored. Deeper values would encode in one stack depth and fail to decode in another.
@@ -88,9 +90,9 @@ def freeze(data: bytes) -> Callable[[], Any]:
     if type(data) is not bytes:
         data = bytes(data)
     value: Any = encoder.decode(data)
-    if type(value) in _SCALARS:
+    if type(value) in IMMUTABLE:
         return lambda: value
-    if type(encoder) is not JSONEncoder:
+    if type(encoder) is not JSONEncoder and (type(encoder) is not TaggedJSONEncoder or data[:1] == MARK):
         return lambda: encoder.decode(data)
     items = value.values() if type(value) is dict else value
     if all(type(item) in _SCALARS for item in items):
@@ -103,8 +105,9 @@ def freeze(data: bytes) -> Callable[[], Any]:
 
 def digest(data: bytes) -> str:
     """64 hexadecimal digits that tell stored values apart; the order in which a dict was filled does not count."""
+    mark = MARK if data[:1] == MARK else b""  # a dict that looks like a tag is not one
     with suppress(ValueError, RecursionError):  # not JSON: another encoder's bytes stand for themselves
-        data = json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
+        data = mark + json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(data).hexdigest()
 
 
@@ -129,12 +132,18 @@ def _encode(encoder: Any, value: Any) -> bytes:
         data: bytes = encoder.encode(value)
         if isinstance(encoder, JSONEncoder) and (b"NaN" in data or b"Infinity" in data):
             _refuse_bare_constants(data)
+        if isinstance(encoder, TaggedJSONEncoder) and _may_be_deep(data) and _is_deeper(json.loads(data), MAX_DEPTH):
+            raise _TooDeep
         return data
     # the stock encoder's own bytes, without its bare NaN and without building a json.JSONEncoder per call
     data = _dumps(value).encode("utf-8")
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if _may_be_deep(data) and _is_deeper(value, MAX_DEPTH):
         raise _TooDeep
     return data
+
+
+def _may_be_deep(data: bytes) -> bool:
+    return data.count(b"[") + data.count(b"{") > MAX_DEPTH
 
 
 def _refuse_bare_constants(data: bytes) -> None:

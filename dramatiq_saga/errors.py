@@ -325,7 +325,21 @@ class NotSerializableError(SagaError, TypeError):
     def __str__(self) -> str:
         return (
             f"{self.path} cannot be stored: {self.detail}; "
-            "pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder)"
+            "pass plain JSON values, or set an encoder that carries it (dramatiq.set_encoder; dramatiq_saga.codec.TaggedJSONEncoder is one)"
+        )
+
+
+class UnknownTagError(SagaError, ValueError):
+    """A stored value holds a tag that no class is registered for in this process (CODEC-3). ``tag`` is its name."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(tag)
+        self.tag = tag
+
+    def __str__(self) -> str:
+        return (
+            f"a stored value is tagged {self.tag!r}, which this process does not know: register the class that it was written "
+            "for on the encoder (TaggedJSONEncoder.register) before values are read"
         )
 
 
@@ -446,6 +460,18 @@ class HistoryMismatchError(SagaError):
             f"run {self.run_id} does not fit its workflow's code at sequence {self.sequence}: recorded is {self.recorded}, "
             f"the code asks for {self.asked}. The run is held, not failed: deploy code that agrees with what is recorded"
         )
+
+
+class HistoryFormatError(SagaError, ValueError):
+    """A file that was to hold a recorded history does not, or holds one that this version cannot read."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(name, detail)
+        self.name = name
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.name} is no history that can be replayed: {self.detail}"
 
 
 class SuspensionSwallowedError(SagaError):

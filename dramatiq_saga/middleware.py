@@ -42,6 +42,7 @@ from dramatiq.middleware import (
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
+from .barriers import ensure_group_callbacks
 from .brokers.database import DatabaseBroker
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
@@ -110,7 +111,9 @@ class SagaMiddleware(Middleware):
         ``Settings.recommended()`` recovers by itself.
       locks: overlap locks; not needed for correctness.
 
-    Add it last: ``broker.add_middleware(SagaMiddleware(...))``, before workflows are declared.
+    Add it last: ``broker.add_middleware(SagaMiddleware(...))``, before workflows are declared. Where the broker has no
+    ``GroupCallbacks`` by the time that it is first used, one is added in front of it, on the broker's Redis or on the store's
+    database.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class SagaMiddleware(Middleware):
             store = open_store(
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
             )
+        ensure_group_callbacks(broker, self, store=store)
         return Engine(
             store=store,
             settings=self.settings,
@@ -254,6 +258,7 @@ class SagaMiddleware(Middleware):
                 raise
             raise BootRefusedError(str(error)) from error
         engine = self.engine(broker)
+        ensure_group_callbacks(broker, self, store=engine.store)
         engine.queues = set(worker.consumer_whitelist) if worker.consumer_whitelist else None
         if not self.runner(broker).sender.joins and not self.settings.repair.enabled:
             self.log.warning(

@@ -4,7 +4,7 @@ An :class:`Operator` stands on an application's broker, or on a database alone, 
 reports or raise; they print nothing and decide nothing that the engine does not decide. What cannot be done is refused with
 :class:`RefusedError` or an error of the engine's, whose text says why and what would help.
 
-Long because it is the one page of everything that an operator can do.
+Long because every action is a method of one class, and most of each is the promise that stands above it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from dramatiq.middleware import Retries
 from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
+from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
 from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
 from .handle import FlowHandle
+from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
 from .recovery.kick import KickReport, kick
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 _LISTED = ("workflow", "status", "rollback", "started_at", "ended_at", "hold_until", "reason")
 _EXISTS = "SELECT 1 FROM {flow_runs} WHERE id = ?"
+_OF_WORKFLOW = "SELECT 1 FROM {flow_runs} WHERE workflow = ? LIMIT 1"
 _BY_MESSAGE = "SELECT id FROM {messages} WHERE state = 3 AND message_id = ?"
 
 
@@ -170,6 +173,34 @@ class Operator:
         if report is None:
             raise FlowNotFoundError(run_id)
         return report
+
+    def verify(self, run_id: str | None = None, *, workflow: str | None = None, finished: bool = False) -> VerifyReport:
+        """Whether recorded histories fit the application's code: of one run, or of every live one. Changes nothing (HISTORY-1).
+
+        ``finished``: runs that have ended as well, which nothing drives any more, but whose histories show what code has to fit.
+
+        Raises:
+          FlowNotFoundError: there is no such run.
+          RefusedError: there never was a run of such a workflow, and the application declares none.
+        """
+        engine, _ = self._engine("verify")
+        if run_id is not None:
+            verdict = verify_run(engine, run_id)
+            if verdict is None:
+                raise FlowNotFoundError(run_id)
+            return summarise([verdict])
+        if workflow is not None and workflow not in engine.workflows:
+            if self.store.read(lambda tx: tx.one(_OF_WORKFLOW, (workflow,))) is None:
+                raise RefusedError(_unknown_workflow(workflow, engine.workflows))
+        return summarise(verify_runs(engine, workflow=workflow, finished=finished))
+
+    def export(self, run_id: str) -> History:
+        """What is recorded of a run, as a history that can be kept as a file. It holds its arguments and results.
+
+        Raises FlowNotFoundError.
+        """
+        self._require_tables()
+        return read_history(self.store, run_id)
 
     # --- a run -------------------------------------------------------------------------------------------------------
 

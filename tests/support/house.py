@@ -27,7 +27,7 @@ ROOMS: dict[str, str] = {
     "engine": "foundation store journal events",
     "recovery": "foundation store journal events engine",
     "flow": "foundation store journal events engine",
-    "dramatiq": "foundation store journal events locks brokers engine recovery flow",
+    "dramatiq": "foundation store journal events locks brokers backends engine recovery flow",
     "operations": "foundation store journal events locks brokers engine recovery flow dramatiq",
     "testing": "foundation store journal events locks brokers backends engine recovery flow dramatiq operations",
     "cli": "foundation store journal events locks brokers engine recovery flow dramatiq operations",
@@ -36,11 +36,11 @@ ROOMS: dict[str, str] = {
 
 #: The rooms that are not folders.
 MODULES = {
-    "foundation": "errors statuses settings clock codec views",
+    "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
     "flow": "flow builders advice options",
-    "dramatiq": "workflow handle query step middleware inline interrupts",
+    "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
     "operations": "operations reports",
     "testing": "testing",
 }
@@ -55,7 +55,7 @@ OUTSIDE: dict[str, str] = {
     "redis": "locks.py",
     "pika": "",
     "apscheduler": "recovery/schedule.py",
-    "dramatiq": "codec.py brokers backends flow dramatiq operations testing cli",
+    "dramatiq": "codec.py encoder.py brokers backends flow dramatiq operations testing cli",
     "dramatiq.results.errors": "errors.py",
     "dramatiq.middleware": "errors.py",  # only what derives from its MiddlewareError gets out of a hook
     "dramatiq.threading": "events",  # its interrupts are no errors of a listener
@@ -69,10 +69,10 @@ OUTSIDE: dict[str, str] = {
 }
 
 #: Methods whose arguments Dramatiq has fixed, and the one of ours that users call with three.
-FIXED_SIGNATURES = re.compile(r"(before|after)_\w+|consume|enqueue|requeue|join|signal_flow")
+FIXED_SIGNATURES = re.compile(r"(before|after)_\w+|add|incr|decr|incr_and_sum|consume|enqueue|requeue|join|signal_flow")
 
 #: Modules whose functions users call by the module's name.
-CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "testing.py"}
+CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "histories.py", "testing.py"}
 
 #: The machine's clock is read in the first; the second compares it with the server's.
 CLOCKS = {"clock.py", "store/clocks.py"}

@@ -46,6 +46,7 @@ EXAMPLES: list[SagaError] = [
     errors.CannotSignalRollingBackFlowError("run-1", "rolling_back"),
     errors.ConcurrentTransitionError("run-1", "cancelled", "completed"),
     errors.NotSerializableError("args[0]", "set"),
+    errors.UnknownTagError("money"),
     errors.WouldBlockError("run-1", "the signal 'paid'"),
     errors.WouldBlockError("run-1", "code that fits its history", CAUSE),
     errors.SettingsError("repair.enabled", "must be True or False, not 1"),

@@ -1,0 +1,364 @@
+"""Recorded histories as files: kept beside a project's tests, and replayed against its code (C68; API: "Testing helpers").
+
+A history file holds what a replay needs to know of one run, as JSON in a format with a version of its own, which every later
+version of this package reads. It is made from a run that really happened, on any store; replaying one needs neither database
+nor worker, and changes nothing. It says what ``dramatiq-saga verify`` would say of that run.
+
+**A history holds arguments, results and error messages as they are**: a file that is checked in makes them public to everybody
+who can read the repository. Record runs of test data, or give ``scrub`` a function that replaces what must not be seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dramatiq
+
+from .clock import to_iso
+from .codec import decode, encode, freeze, load_error, message_of
+from .engine.rows import Entry, SideEffectEntry, Snapshot, StepEntry
+from .engine.snapshot import read
+from .engine.verify import walk
+from .errors import FlowNotFoundError, HistoryFormatError, in_one_line, qualified_name
+from .flow import Flow
+
+if TYPE_CHECKING:
+    from .handle import FlowHandle
+    from .store.database import Store, Tx
+    from .workflow import Workflow
+
+#: What a file calls itself, and the version of the format that is written. Every version up to this one is read.
+FORMAT, FORMAT_VERSION = "dramatiq_saga.history", 1
+
+Scrub = Callable[[Any], Any]
+
+_RUN = "SELECT result, error FROM {flow_runs} WHERE id = ?"
+_ARGS = "SELECT sequence, args, comp_args FROM {action_runs} WHERE run_id = ? ORDER BY sequence"
+
+
+@dataclass(frozen=True)
+class History:
+    """What is recorded of one run. Made by :func:`record_history` or :func:`load_history`."""
+
+    document: dict[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        """The run that this was recorded of."""
+        return str(self.document["run_id"])
+
+    @property
+    def workflow(self) -> str:
+        """The name of its workflow."""
+        return str(self.document["workflow"])
+
+    @property
+    def version(self) -> str | None:
+        """The version that the run was started with."""
+        version: str | None = self.document["version"]
+        return version
+
+    @property
+    def status(self) -> str:
+        """Where the run was when it was recorded."""
+        return str(self.document["status"])
+
+    @property
+    def result(self) -> Any:
+        """What the run returned; ``None`` where it had not completed."""
+        stored = self.document["result"]
+        return None if stored is None else decode(_bytes(stored))
+
+    def to_json(self) -> str:
+        """The text of a file."""
+        text = json.dumps(self.document, indent=2, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON can carry and UTF-8 cannot
+            text = json.dumps(self.document, indent=2)
+        return text + "\n"
+
+    def write(self, path: str | Path) -> Path:
+        """Write a file that its owner alone may read, whole or not at all; one that is there is replaced."""
+        chosen = Path(path)
+        handle, name = tempfile.mkstemp(dir=chosen.parent, prefix=f".{chosen.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+                file.write(self.to_json())
+            Path(name).replace(chosen)
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+        return chosen
+
+
+@dataclass(frozen=True)
+class ReplayedHistory:
+    """How a function walked through a history that fits it.
+
+    Attributes:
+      ends: ``completed``, ``failed``, ``suspended``, or ``side effect`` where it wants one that is not recorded.
+      result: what it returned, in stored form, where it completed.
+      error: why it failed, in one line.
+      asks: what it asks for beyond what is recorded, for example ``("step 'ship'",)``.
+    """
+
+    ends: str
+    result: Any = None
+    error: str | None = None
+    asks: tuple[str, ...] = ()
+
+
+def record_history(run: FlowHandle[Any], *, scrub: Scrub | None = None) -> History:
+    """What is recorded of a run up to now. The run is only read, and may go on.
+
+    Parameters:
+      scrub: called with every stored value (arguments as ``[args, kwargs]``, results, side effects), gives the one that is kept
+        instead. It must keep what the workflow function decides by. Error messages are kept as they are, tracebacks never.
+
+    Raises:
+      FlowNotFoundError: there is no such run.
+    """
+    return read_history(run._engine.store, run.id, scrub=scrub)
+
+
+def read_history(store: Store, run_id: str, *, scrub: Scrub | None = None) -> History:
+    """As :func:`record_history`, from a store that holds the run."""
+    now = store.clock.now()
+
+    def operation(tx: Tx) -> tuple[Snapshot, Any, list[Any]] | None:
+        snapshot = read(tx, run_id)
+        return None if snapshot is None else (snapshot, tx.one(_RUN, (run_id,)), tx.all(_ARGS, (run_id,)))
+
+    found = store.read(operation)
+    if found is None:
+        raise FlowNotFoundError(run_id)
+    snapshot, (result, error), rows = found
+    stored = _Stored(scrub)
+    arguments = {sequence: (stored.data(args), stored.data(comp_args)) for sequence, args, comp_args in rows}
+    document = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "encoder": qualified_name(type(dramatiq.get_encoder())),
+        "recorded_at": to_iso(now),
+        "recorded_at_ms": now,
+        "run_id": snapshot.run_id,
+        "workflow": snapshot.workflow,
+        "version": snapshot.version,
+        "queue": snapshot.queue,
+        "status": snapshot.status,
+        "rollback": snapshot.rollback,
+        "arguments": stored.value(snapshot.args()),
+        "context": stored.data(snapshot.context),
+        "tags": snapshot.tags,
+        "result": stored.data(result),
+        "error": _error(error),
+        "entries": [_written(entry, stored, *arguments.get(entry.sequence, (None, None))) for entry in snapshot.entries],
+    }
+    return History(document)
+
+
+def load_history(path: str | Path) -> History:
+    """The history in a file.
+
+    Raises:
+      HistoryFormatError: it is no history, or one of a later version of this package.
+      OSError: it cannot be read.
+    """
+    return parse_history(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def parse_history(text: str, name: str) -> History:
+    """As :func:`load_history`, from the text of a file; ``name`` is what errors call it."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise HistoryFormatError(name, f"it is not JSON ({error})") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise HistoryFormatError(name, f"it does not say that it is a {FORMAT!r}")
+    version = document.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        raise HistoryFormatError(name, f"its format_version is {version!r}")
+    if version > FORMAT_VERSION:
+        raise HistoryFormatError(
+            name, f"its format has version {version}, and this package reads up to {FORMAT_VERSION}: update it"
+        )
+    history = History(document)
+    snapshot_of(history, name)  # what cannot be replayed is told here, where the file is named
+    return history
+
+
+def replay_history(workflow: Workflow[Any, Any], history: History | str | Path) -> ReplayedHistory:
+    """Walk the workflow's function against ``history`` (or the file of that name), as the next drive of that run would.
+
+    Nothing is committed, no step is run, no side effect called.
+
+    Raises:
+      HistoryMismatchError: it does not fit: the difference is in the message, and in ``sequence, recorded, asked``.
+      HistoryFormatError: the file is no history.
+      ValueError: it was recorded of another workflow.
+      SagaError: the function made a mistake for which a run is held.
+    """
+    chosen = history if isinstance(history, History) else load_history(history)
+    if chosen.workflow != workflow.name:
+        raise ValueError(
+            f"the history was recorded of workflow {chosen.workflow!r}, not of {workflow.name!r}: runs find their code by that name"
+        )
+    snapshot = snapshot_of(chosen, chosen.run_id)
+    settings = workflow._middleware.settings
+    walked = walk(workflow.fn, snapshot, Flow, settings=settings, now=chosen.document["recorded_at_ms"])
+    decision = walked.decision
+    if decision is None:
+        return ReplayedHistory(walked.ends)
+    error = load_error(decision.error) if decision.error else None
+    return ReplayedHistory(
+        walked.ends,
+        None if decision.result is None else decode(decision.result),
+        None if error is None else in_one_line(error["type"], error["message"]),
+        tuple(f"step {step.actor!r}" for step in decision.steps),
+    )
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+class _Stored:
+    """Stored values on their way into a document: as JSON where their bytes are JSON, else as base64."""
+
+    def __init__(self, scrub: Scrub | None) -> None:
+        self._scrub = scrub
+
+    def data(self, data: Any) -> dict[str, Any] | None:
+        """Of the bytes that are stored."""
+        if data is None:
+            return None
+        data = bytes(data)
+        return self.value(decode(data)) if self._scrub is not None else _kept(data)
+
+    def value(self, value: Any) -> dict[str, Any]:
+        """Of a decoded value."""
+        return _kept(encode(value if self._scrub is None else self._scrub(value), "a value of the history"))
+
+
+def _kept(data: bytes) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(data)
+        if json.dumps(value, separators=(",", ":"), allow_nan=False).encode() == data:
+            return {"json": value}
+    return {"base64": base64.b64encode(data).decode("ascii")}
+
+
+def _bytes(stored: Any) -> bytes:
+    """What :func:`_kept` kept."""
+    match stored:
+        case {"json": value}:
+            return json.dumps(value, separators=(",", ":")).encode()
+        case {"base64": str(text)}:
+            return base64.b64decode(text, validate=True)
+    raise ValueError(f"{stored!r} is no stored value: it is an object with 'json' or 'base64'")
+
+
+def _thaw(stored: Any) -> Callable[[], Any] | None:
+    return None if stored is None else freeze(_bytes(stored))
+
+
+def _error(text: str | None) -> dict[str, Any] | None:
+    """A recorded error without its tracebacks, which name files of somebody's machine."""
+    return None if text is None else _without_traceback(load_error(text))
+
+
+def _without_traceback(error: dict[str, Any]) -> dict[str, Any]:
+    cause = error["cause"]
+    bare = {key: value for key, value in error.items() if key != "traceback"}
+    return {
+        **bare,
+        "bases": list(error["bases"]),
+        "cause": _without_traceback({**load_error("{}"), **cause}) if cause else None,
+    }
+
+
+def _error_text(error: dict[str, Any] | None) -> str | None:
+    return None if error is None else json.dumps(_with_traceback(error))
+
+
+def _with_traceback(error: dict[str, Any]) -> dict[str, Any]:
+    cause = error["cause"]
+    return {**error, "traceback": "", "cause": None if cause is None else _with_traceback(cause)}
+
+
+def _written(entry: Entry, stored: _Stored, args: Any, comp_args: Any) -> dict[str, Any]:
+    """An entry as it stands in a document."""
+    if isinstance(entry, SideEffectEntry):
+        return {"sequence": entry.sequence, "kind": "side effect", "name": entry.name, "value": stored.value(entry.value())}
+    written = {
+        "sequence": entry.sequence,
+        "kind": "step",
+        "actor": entry.actor,
+        "status": entry.status,
+        "given_up": entry.given_up,
+        "attempts": entry.attempts,
+        "cycle": entry.cycle,
+        "optional": entry.optional,
+        "arguments": args,
+        "result": None if entry.value is None else stored.value(entry.value()),
+        "error": _error(entry.error),
+        "compensation": None,
+    }
+    if entry.comp_actor is not None or entry.comp_from_result:
+        written["compensation"] = {
+            "actor": entry.comp_actor,
+            "arguments": comp_args,
+            "ready": entry.comp_ready,
+            "from_result": entry.comp_from_result,
+            "on_self_failure": entry.comp_on_self_failure,
+        }
+    return written
+
+
+def _read_entry(entry: dict[str, Any]) -> Entry:
+    """An entry from a document."""
+    match entry["kind"]:
+        case "step":
+            undo = entry["compensation"] or {}
+            return StepEntry(
+                entry["sequence"], entry["actor"], entry["status"], entry["given_up"], entry["attempts"], entry["cycle"],
+                _thaw(entry["result"]), _error_text(entry["error"]), entry["optional"], undo.get("actor"), undo.get("ready", False),
+                undo.get("from_result", False), undo.get("on_self_failure", False),
+            )  # fmt: skip
+        case "side effect":
+            value = _thaw(entry["value"])
+            if value is None:
+                raise ValueError("a side effect without a value")
+            return SideEffectEntry(entry["sequence"], entry["name"], value)
+        case kind:
+            raise ValueError(f"an entry of the unknown kind {kind!r}")
+
+
+def snapshot_of(history: History, name: str) -> Snapshot:
+    """What a replay is given. ``name`` is what errors call the history."""
+    document = history.document
+    try:
+        entries = [_read_entry(entry) for entry in document["entries"]]
+        if [entry.sequence for entry in entries] != list(range(1, len(entries) + 1)):
+            raise ValueError("the sequences of its entries do not go from 1 to their number")
+        args = freeze(_bytes(document["arguments"]))
+        context = document["context"]
+        return Snapshot(
+            document["run_id"], document["workflow"], document["version"], document["queue"], None, None, document["status"],
+            document["rollback"], len(entries), len(entries) + 1, len(entries), args, None if context is None else _bytes(context), 0,
+            entries, dict(document["tags"]),
+        )  # fmt: skip
+    except KeyError as error:
+        raise HistoryFormatError(name, f"{error} is missing in it") from None
+    except Exception as error:  # an encoder may raise what it likes
+        detail = f"{type(error).__name__}: {message_of(error)[:300]}"
+        raise HistoryFormatError(name, f"{detail} (it was recorded with {document.get('encoder')})") from error

@@ -1,0 +1,163 @@
+"""The workflows that the golden histories were recorded of, and how each came about.
+
+A file that is there is never changed: it stands for a run that somebody has in flight. So a workflow here may be given new code
+only as far as its files still fit, like any workflow that is in use. For a new construct, add a workflow and a scenario.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dramatiq_saga import Flow, StepFailedError
+from tests.support.bench import Bench
+
+#: How a history comes about: starts a run with the name of its file as its id, and takes it as far as the history goes.
+Scenario = Callable[[Bench, str], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    """``function``'s name is that of the file, with dashes."""
+    SCENARIOS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+class Refused(ValueError):
+    """An error with a code and a cause, for what is kept of errors."""
+
+    code = 402
+
+
+def declare(bench: Bench) -> None:
+    """Actors and workflows, on a bench's broker."""
+
+    def give(value: Any = None) -> Any:
+        return value
+
+    def refuse(reason: str) -> None:
+        raise Refused(reason) from KeyError("card")
+
+    def undo(what: Any = None) -> None:
+        pass
+
+    step = bench.actor(give, actor_name="give")
+    failing = bench.actor(refuse, actor_name="refuse", max_retries=0)
+    undoing = bench.actor(undo, actor_name="undo")
+
+    def steps(flow: Flow, count: int, label: str = "") -> list[Any]:
+        return [flow.run(step, {"number": number, "label": label}) for number in range(count)]
+
+    def caught(flow: Flow) -> Any:
+        try:
+            flow.run(failing, "no money")
+        except StepFailedError as error:
+            return flow.run(step, [error.error_type, error.message, error.is_a(ValueError)])
+        return None
+
+    def undone(flow: Flow) -> None:
+        made = flow.action(step, {"id": 7}).compensate_with(lambda made: undoing.message(made["id"])).run()
+        flow.action(step, made).compensate_with(undoing, "second").run()
+        flow.action(step, None).compensate_with(undoing).compensate_step_on_self_failure().run()
+        flow.run(failing, "no seats")
+
+    def side_effects(flow: Flow) -> list[Any]:
+        first = flow.side_effect("dice", lambda: 4)
+        second = flow.run(step, first)
+        third = flow.side_effect("words", lambda: {"größe": ["groß", None, 1.5, True]})
+        return [first, second, third, flow.side_effect("dice", lambda: 6)]
+
+    def tagged(flow: Flow) -> Any:
+        flow.tag("stage", "first")
+        flow.run(step, 1)
+        flow.tag("stage", 2)
+        flow.tag("bare")
+        return dict(flow.tags)
+
+    def raises(flow: Flow) -> None:
+        flow.run(step, 1)
+        raise Refused("a rule of the workflow's own")
+
+    def chosen(flow: Flow, way: str) -> Any:
+        if flow.side_effect("way", lambda: way) == "long":
+            for number in range(3):
+                flow.run(step, number)
+        return flow.run(step, "there")
+
+    for function in (steps, caught, undone, side_effects, tagged, raises, chosen):
+        bench.workflow(function)
+
+
+# --- how they came about ---------------------------------------------------------------------------------------------
+
+
+def finish(workflow: str, *args: Any) -> Scenario:
+    """From start to end."""
+
+    def run(bench: Bench, run_id: str) -> None:
+        bench.start(workflow, *args, run_id=run_id)
+        bench.run()
+
+    return run
+
+
+SCENARIOS |= {
+    "steps": finish("steps", 4, "größe"),
+    "no-steps": finish("steps", 0),
+    "failure-caught": finish("caught"),
+    "rollback": finish("undone"),
+    "side-effects": finish("side_effects"),
+    "tags": finish("tagged"),
+    "workflow-error": finish("raises"),
+    "recorded-choice": finish("chosen", "long"),
+}
+
+
+@scenario
+def step_pending(bench: Bench, run_id: str) -> None:
+    """In flight: the second step has not been claimed."""
+    bench.start("steps", 3, run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+
+
+@scenario
+def step_between_tries(bench: Bench, run_id: str) -> None:
+    """In flight: the step has failed and has tries left."""
+    bench.start("caught", run_id=run_id)
+    bench.deliver(bench.take())
+    bench.deliver(bench.take())
+
+
+@scenario
+def not_driven_yet(bench: Bench, run_id: str) -> None:
+    """Sent, and no worker has seen it."""
+    bench.start("undone", run_id=run_id)
+
+
+@scenario
+def cancelled(bench: Bench, run_id: str) -> None:
+    """Ended by an operator before its second step; nothing is undone."""
+    bench.start("undone", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+    bench.cancel(run_id)
+
+
+@scenario
+def compensated(bench: Bench, run_id: str) -> None:
+    """Ended by an operator, and undone."""
+    bench.start("undone", run_id=run_id)
+    for _ in range(3):
+        bench.deliver(bench.take())
+    bench.compensate(run_id)
+    bench.run()
+
+
+@scenario
+def rolling_back(bench: Bench, run_id: str) -> None:
+    """Its rollback has been planned and not begun."""
+    bench.start("undone", run_id=run_id)
+    for _ in range(3):
+        bench.deliver(bench.take())
+    bench.compensate(run_id)

@@ -62,10 +62,17 @@ _READ_COMPENSATION = (
     "WHERE c.run_id = ? AND c.sequence = ?"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
-# A statement of its own because MySQL and MariaDB do not let an UPDATE look at its own table.
+_EARLIER = "e.ended_at IS NULL AND e.given_up = FALSE"
+# COMP-1: a message of an earlier attempt may still come after a resume, and must not be ahead of an earlier level.
+# test_a_message_that_comes_out_of_turn_undoes_nothing
+_CLAIM_COMPENSATION_IN_TURN = _CLAIM_COMPENSATION + (
+    " AND NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = {compensation_runs}.run_id "
+    f"AND e.level < {{compensation_runs}}.level AND {_EARLIER})"
+)
+# differs because: MySQL and MariaDB do not let an UPDATE look at its own table; under the run's lock a look before it is as good
 _OUT_OF_TURN = (
     "SELECT 1 FROM {compensation_runs} e JOIN {compensation_runs} r ON r.run_id = e.run_id AND e.level < r.level "
-    "WHERE r.run_id = ? AND r.sequence = ? AND e.ended_at IS NULL AND e.given_up = FALSE LIMIT 1"
+    f"WHERE r.run_id = ? AND r.sequence = ? AND {_EARLIER} LIMIT 1"
 )
 
 
@@ -188,6 +195,7 @@ class ClaimAttempt:
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
+        params: tuple[object, ...]
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
@@ -198,11 +206,13 @@ class ClaimAttempt:
                 row = tx.one(_CLAIM_STEP_RETURNING, params)
                 landed = row is not None
         else:
-            # COMP-1: a message of an earlier attempt may still come after a resume, and must not be ahead of an earlier level.
-            # test_a_message_that_comes_out_of_turn_undoes_nothing
-            landed = 0
-            if not tx.one(_OUT_OF_TURN, (job.run_id, job.sequence)):
-                landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
+            params = (*marks, job.run_id, job.sequence, now, now, job.run_id)
+            if tx.dialect != "mysql":
+                landed = tx.run(_CLAIM_COMPENSATION_IN_TURN, params)
+            elif tx.one(_OUT_OF_TURN, (job.run_id, job.sequence)):
+                landed = 0
+            else:
+                landed = tx.run(_CLAIM_COMPENSATION, params)
         row = row or self._read(tx)
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])

@@ -588,6 +588,7 @@ def test_an_undo_whose_worker_is_gone_ends_its_level_in_a_resumed_rollback_too(b
     assert second.undo(run, 2) == ("completed", 3)
 
 
+@every_database
 def test_a_message_that_comes_out_of_turn_undoes_nothing(bench: MakeBench, trip: Trip) -> None:
     """COMP-1, CLAIM-1: what was passed over at first is tried again by a resume, and a late message of the row that had halted
     the rollback does not overtake it."""

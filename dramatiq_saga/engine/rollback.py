@@ -21,7 +21,7 @@ from ..errors import CompensationFailedError, SagaError
 from . import undoing
 from .claim import idempotency_key
 from .replay import HoldRun
-from .rows import CompensationSpec, Entry, Outgoing, Snapshot, StepEntry
+from .rows import CompensationSpec, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -97,7 +97,7 @@ def draft(
         entry = entries.get(row[0])
         if entry is None:
             continue
-        if row[9] and is_live(entry):
+        if row[9] and entry.is_live:
             # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
             # to stand so still when the plan is written. test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
             entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
@@ -133,13 +133,6 @@ def _first(run_id: str, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
         if any(row["policy"] == "stop" for row in members):
             break
     return []
-
-
-def is_live(entry: Entry) -> bool:
-    """Whether something may still happen to what stands at this sequence."""
-    if not isinstance(entry, StepEntry):
-        return False
-    return entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
 
 
 def _planned(

@@ -15,16 +15,16 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from dramatiq import Actor, Message
 
 from .advice import advise
 from .clock import moment_to_ms, to_ms
-from .codec import encode_call, step_failed
+from .codec import encode, encode_call, step_failed
 from .engine.replay import Replay
-from .engine.rows import CompensationSpec, NewStep, StepEntry
-from .errors import NotSerializableError, SagaError, StepExpiredError
+from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
+from .errors import FlowError, NotSerializableError, SagaError, StepExpiredError
 from .options import check_options
 from .statuses import CompensationFailurePolicy
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 R = TypeVar("R")
+F = TypeVar("F")
 M = TypeVar("M", bound=Callable[..., Any])
 
 #: Options that a message cannot carry, or that would mean something else on one.
@@ -45,6 +46,61 @@ _REFUSED_OPTIONS = {
 }
 
 MessageBuilder = Callable[[Any], "Message[Any]"]
+
+
+class State:
+    """Where a step, a child or a block stands that the function has asked for: settled with a value or an error, or open.
+
+    ``outside`` of an open one: only something from outside can move it. A settled one without value or error was cancelled: a
+    member of a block that failed (PAR-4).
+    """
+
+    __slots__ = ("entry", "error", "live", "outside", "value")
+
+    def __init__(
+        self,
+        entry: StepEntry | ChildEntry | None,
+        *,
+        value: Callable[[], Any] | None = None,
+        error: FlowError | None = None,
+        outside: bool = False,
+        live: bool | None = None,
+    ) -> None:
+        self.entry = entry
+        self.value = value
+        self.error = error
+        self.outside = outside
+        self.live = live if live is not None else value is None and error is None and (entry is None or entry.is_live)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is live, and neither running nor about to report: what a failed block cancels (PAR-4)."""
+        entry = self.entry
+        if not self.live or entry is None:
+            return False
+        return entry.status == "awaiting_retry" if isinstance(entry, ChildEntry) else entry.status != "running"
+
+    def conclude(self, replay: Replay) -> Any:
+        """The value, or the error raised; suspends where it is open."""
+        if self.value is not None:
+            return self.value()
+        if self.error is not None:
+            raise self.error
+        raise replay.suspend(outside=self.outside)
+
+
+class Member(Protocol):
+    """What a block can hold: a builder that has not been run."""
+
+    _built: bool
+    _replay: Replay
+
+    def _step_into(self, scope: Scope) -> State | None: ...
+    def _describe(self) -> str: ...
+
+
+def _nothing() -> None:
+    return None
 
 
 class CompensationBuildError(SagaError):
@@ -78,9 +134,11 @@ class ActionBuilder(Generic[R]):
         "_compensation_from",
         "_encoded",
         "_expires_at",
+        "_fallback",
         "_max_claims",
         "_on_failure",
         "_on_self_failure",
+        "_optional",
         "_options",
         "_reclaim",
         "_replay",
@@ -104,6 +162,8 @@ class ActionBuilder(Generic[R]):
         self._options: dict[str, Any] = {}
         self._max_claims: int | None = None
         self._expires_at: int | None = None
+        self._optional = False
+        self._fallback: bytes | None = None
         self._reclaim = _Reclaim("reclaim_stale_after")
         self._comp_reclaim = _Reclaim("reclaim_compensation_stale_after")
         if not replay.is_replaying:
@@ -159,6 +219,23 @@ class ActionBuilder(Generic[R]):
         """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
         self._on_failure = CompensationFailurePolicy(policy).value
         return self
+
+    @_describing
+    def continue_on_failure(self, flag: bool = True) -> ActionBuilder[R | None]:
+        """A failure of this step does not fail the run: ``run()`` gives ``None``, or the fallback value (OPT-1)."""
+        self._optional = flag
+        return cast("ActionBuilder[R | None]", self)
+
+    @_describing
+    def fallback_value_on_fail(self, value: F) -> ActionBuilder[R | F]:
+        """What ``run()`` gives where this step has failed; implies :meth:`continue_on_failure` (OPT-1).
+
+        Raises:
+          NotSerializableError: the value cannot be stored.
+        """
+        self._optional = True
+        self._fallback = encode(value, "fallback_value_on_fail()")
+        return cast("ActionBuilder[R | F]", self)
 
     @_describing
     def expires_in(self, duration: float | timedelta) -> Self:
@@ -242,22 +319,37 @@ class ActionBuilder(Generic[R]):
         self._built = True
         replay = self._replay
         replay.check()
+        state = self._step_into(ALONE)
+        if state is None:
+            raise replay.suspend()
+        return cast("R", state.conclude(replay))
+
+    def _step_into(self, scope: Scope) -> State | None:
+        """Walk past this step: where it stands, or ``None`` where it has only been asked for now."""
+        replay = self._replay
         entry = replay.recorded_step(self._actor.actor_name)
         if entry is None:
-            replay.add_step(self._new_step())
-            raise replay.suspend()
+            replay.add_step(self._new_step(scope))
+            return None
+        return self._state(entry)
+
+    def _state(self, entry: StepEntry) -> State:
+        """Where a recorded step stands: native tries, retry on signal, optional fallback, failure (RSIG-2)."""
         if entry.status == "completed":
             if entry.comp_from_result and not entry.comp_ready:
                 self._resolve(entry)
-            assert entry.value is not None
-            return entry.value()  # type: ignore[no-any-return]
+            return State(entry, value=entry.value)
+        if entry.status == "optional_failed":
+            return State(entry, value=entry.extra.fallback or _nothing)
         if entry.status == "failed" and entry.given_up:
-            raise step_failed(entry.actor, entry.sequence, text=entry.error or "")
+            return State(entry, error=step_failed(entry.actor, entry.sequence, text=entry.error or ""))
         if entry.status == "expired":
-            raise StepExpiredError(entry.actor, entry.sequence)
-        raise replay.suspend()
+            if entry.optional:
+                return State(entry, value=entry.extra.fallback or _nothing)
+            return State(entry, error=StepExpiredError(entry.actor, entry.sequence))
+        return State(entry, outside=entry.status == "awaiting_retry")
 
-    def _new_step(self) -> NewStep:
+    def _new_step(self, scope: Scope) -> NewStep:
         replay, actor = self._replay, self._actor
         if self._encoded is None:
             args, kwargs = self._args
@@ -276,10 +368,13 @@ class ActionBuilder(Generic[R]):
             reclaim_stale_after_seconds=self._reclaim.resolve(settings, "actions"),
             compensation=self._compensation,
             comp_from_result=self._compensation_from is not None,
-            comp_on_self_failure=bool(self._on_self_failure) if self._on_self_failure is not None else self._default_self_failure(settings),
-            comp_policy=self._on_failure,
+            comp_on_self_failure=self._undone_on_self_failure(scope, settings),
+            comp_policy=self._on_failure or scope.comp_policy,
             comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
             expires_at=self._expires_at,
+            optional=self._optional,
+            fallback=self._fallback,
+            scope=scope,
         )  # fmt: skip
         advise(actor, step, settings)
         return step
@@ -288,8 +383,12 @@ class ActionBuilder(Generic[R]):
     def _has_compensation(self) -> bool:
         return self._compensation is not None or self._compensation_from is not None
 
-    def _default_self_failure(self, settings: Settings) -> bool:
-        return settings.sagas.compensate_failed_step and self._compensation is not None
+    def _undone_on_self_failure(self, scope: Scope, settings: Settings) -> bool:
+        """The step's own word, then its group's, then the settings' (COMP-4). What is built from a result needs one (COMP-10)."""
+        if self._on_self_failure is not None:
+            return self._on_self_failure
+        wanted = scope.comp_on_self_failure
+        return (settings.sagas.compensate_failed_step if wanted is None else wanted) and self._compensation is not None
 
     def _check_self_failure(self) -> None:
         if self._compensation_from is not None and self._on_self_failure:
@@ -325,9 +424,12 @@ class ActionBuilder(Generic[R]):
             raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
         replay.resolve_compensation(entry.sequence, spec)
 
+    def _describe(self) -> str:
+        return f"action({self._actor.actor_name})"
+
     def __del__(self) -> None:
         if not getattr(self, "_built", True):
-            self._replay.builder_dropped(f"action({self._actor.actor_name})")
+            self._replay.builder_dropped(self._describe())
 
 
 class _Reclaim:

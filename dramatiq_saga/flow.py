@@ -8,12 +8,17 @@ that the flow was made for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
+from .clock import moment_to_ms, to_ms
 from .engine.replay import Replay, current_replay
-from .errors import SagaError
+from .errors import SagaError, SignalTimeoutError
+from .groups import ParallelBuilder, SagaBuilder
 from .options import short_text
 from .store.models import NAME_LENGTH
 
@@ -62,7 +67,7 @@ class Flow:
             entry = replay.entries[replay.cursor]
             if entry.kind == "step" and entry.status == "completed" and entry.actor == actor.actor_name:  # type: ignore[union-attr]
                 replay.cursor += 1
-                return entry.value()  # type: ignore[no-any-return, misc]
+                return entry.value()  # type: ignore[no-any-return, union-attr, misc]
         return ActionBuilder(self._use(), actor, args, kwargs).run()
 
     def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R]:
@@ -90,6 +95,74 @@ class Flow:
             short_text(key, "the key of a side effect", limit=NAME_LENGTH)
         value: T = replay.side_effect(key, fn)
         return value
+
+    def optional_action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R | None]:
+        """As :meth:`action`, for a step whose failure does not fail the run; shorthand for ``.continue_on_failure()`` (OPT-1)."""
+        return ActionBuilder(self._use(), actor, args, kwargs).continue_on_failure()
+
+    def parallel(self, *builders: Any) -> ParallelBuilder[list[Any]]:
+        """A builder for steps that run at the same time; ``run()`` gives their results in the order given (PAR-1)."""
+        return ParallelBuilder(self._use(), builders)
+
+    def saga(self, *builders: Any) -> SagaBuilder[Any]:
+        """A builder for steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
+        return SagaBuilder(self._use(), builders)
+
+    def await_signal(self, name: str, *, wait_seconds: float | timedelta | None = None) -> Any:
+        """The payload of the next signal of that name: of one that has come already, or else of the first that comes (SIG-1).
+
+        Parameters:
+          wait_seconds: how long to wait, in seconds or as a ``timedelta``; for ever without it and without a default in
+            ``monitor.expiration.defaults.signal``.
+
+        Raises:
+          SignalTimeoutError: none came in time.
+        """
+        replay = self._use()
+        due_at = None
+        if not replay.is_replaying:
+            short_text(name, "a signal's name", limit=NAME_LENGTH)
+            wait = replay.settings.monitor.expiration.defaults.signal if wait_seconds is None else wait_seconds
+            due_at = None if wait is None else replay.now + _duration(wait, "wait_seconds")
+        entry = replay.wait("signal", name, due_at)
+        if entry.status == "timed_out":
+            raise SignalTimeoutError(name, entry.sequence)
+        assert entry.value is not None
+        return entry.value()
+
+    def sleep(self, duration: float | timedelta) -> None:
+        """Go on after ``duration``, in seconds or as a ``timedelta``: a row, not a thread that waits (TIMER-1)."""
+        replay = self._use()
+        replay.wait("timer", None, None if replay.is_replaying else replay.now + _duration(duration, "sleep()"))
+
+    def sleep_until(self, moment: datetime) -> None:
+        """Go on at ``moment``, an aware ``datetime``; at once where it has passed (TIMER-1)."""
+        replay = self._use()
+        replay.wait("timer", None, None if replay.is_replaying else moment_to_ms(moment))
+
+    def now(self) -> datetime:
+        """The present, recorded: the same moment in every replay of the run. Aware, in UTC."""
+        replay = self._use()
+        return datetime.fromtimestamp(replay.recorded_value("now", lambda: replay.now) / 1000, UTC)
+
+    def uuid4(self) -> UUID:
+        """A random UUID, recorded: the same in every replay of the run."""
+        return UUID(self._use().recorded_value("uuid4", lambda: str(uuid4())))
+
+    def random(self) -> float:
+        """A random number from 0 up to 1, recorded: the same in every replay of the run."""
+        value: float = self._use().recorded_value("random", lambda: (int.from_bytes(os.urandom(7), "big") >> 3) / 2**53)
+        return value
+
+    def patched(self, change_id: str) -> bool:
+        """Whether this run takes the new way at a change of the workflow (HISTORY-2).
+
+        True for runs that had not passed this point when the change was deployed, and for new ones; false for those that had.
+        What it was for a run it stays, wherever the run asks again.
+        """
+        replay = self._use()
+        short_text(change_id, "a change's id", limit=NAME_LENGTH)
+        return replay.patched(change_id)
 
     def tag(self, key: str, value: str | int | None = None) -> None:
         """Write a tag of this run; the last write of a key wins (TAG-1)."""
@@ -145,6 +218,13 @@ class Flow:
             )
         replay.check()
         return replay
+
+
+def _duration(duration: float | timedelta, what: str) -> int:
+    milliseconds = to_ms(duration)
+    if milliseconds < 0:
+        raise ValueError(f"{what} takes a duration from zero, not {duration!r}")
+    return milliseconds
 
 
 def structlog_drop() -> BaseException:

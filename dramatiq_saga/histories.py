@@ -299,6 +299,8 @@ def _written(entry: Entry, stored: _Stored, args: Any, comp_args: Any) -> dict[s
     """An entry as it stands in a document."""
     if isinstance(entry, SideEffectEntry):
         return {"sequence": entry.sequence, "kind": "side effect", "name": entry.name, "value": stored.value(entry.value())}
+    if not isinstance(entry, StepEntry):
+        raise NotImplementedError(f"{entry.describe()} in a recorded history")
     written = {
         "sequence": entry.sequence,
         "kind": "step",

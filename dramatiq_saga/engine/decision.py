@@ -4,6 +4,8 @@
 has moved on it writes nothing and says so. Who else may be here: another drive of the same run, an outcome, a cancel, a
 signal. Each of them raises the revision or the wake count in the transaction that records it, so of two that started from
 one history exactly one finds it unchanged. Proven by ``tests/races/test_interleavings.py``.
+
+Long because every kind of thing that a decision can create or change is written here, each by one statement.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import rollback
-from .rows import Decision, Entry, NewStep, Outgoing, Snapshot
+from .replay import MovedOn
+from .rows import ChildEntry, Decision, Entry, More, NewStep, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
     from .core import Engine
+    from .rows import NewBlock, NewChild, NewWait, Park, Retry
 
 _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
-    "started_at = COALESCE(started_at, ?), woken_at = NULL, hold_error = NULL, hold_count = 0, hold_until = NULL, "
+    "started_at = COALESCE(started_at, ?), woken_at = ?, hold_error = NULL, hold_count = 0, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
     "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
@@ -34,11 +38,53 @@ _END = (
 _STEP_COLUMNS = (
     "run_id, sequence, actor, queue, priority, options, args, status, given_up, attempts, tries, claims, cycle, optional, "
     "max_claims, reclaim_stale_after_seconds, comp_actor, comp_args, comp_options, comp_from_result, comp_on_self_failure, "
-    "comp_policy, comp_parallel, comp_reclaim_stale_after_seconds, expires_at, sent_at, repair_attempts, created_at"
+    "comp_policy, comp_parallel, comp_reclaim_stale_after_seconds, expires_at, sent_at, repair_attempts, created_at, "
+    "block, position, held_back, fallback, retry_policy, comp_group"
 )
 _INSERT_STEP = (
-    f"INSERT INTO {{action_runs}} ({_STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', FALSE, 0, 0, 0, 0, FALSE, "
-    "?, ?, ?, ?, ?, ?, ?, ?, FALSE, ?, ?, ?, 0, ?)"
+    f"INSERT INTO {{action_runs}} ({_STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, 'pending', FALSE, 0, 0, 0, 0, ?, "
+    "?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?)"
+)
+_INSERT_BLOCK = (
+    "INSERT INTO {blocks} (run_id, sequence, kind, block, position, size, policy, max_in_flight, created_at, ended_at) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_INSERT_WAIT = (
+    "INSERT INTO {waits} (run_id, sequence, kind, name, cycle, status, due_at, signal_id, payload, created_at, ended_at) "
+    "SELECT ?, ?, ?, ?, 0, ?, ?, s.id, s.payload, ?, ? FROM {flow_runs} f LEFT JOIN {signals} s ON s.id = ? WHERE f.id = ?"
+)
+_INSERT_MARKER = "INSERT INTO {side_effects} (run_id, sequence, kind, name, value, created_at) VALUES (?, ?, ?, ?, ?, ?)"
+_CONSUME = "UPDATE {signals} SET status = 'consumed', ended_at = ? WHERE id = ? AND run_id = ? AND status = 'received'"
+_INSERT_CHILD = (
+    "INSERT INTO {children} (run_id, sequence, child_id, workflow, block, position, status, close_policy, cycle, optional, comp_actor, "
+    "comp_args, comp_options, comp_from_result, comp_policy, comp_group, comp_parallel, comp_reclaim_stale_after_seconds, created_at, "
+    "options, retry_policy, args) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+# A parked row keeps its error: it says why it is parked.
+_PARK_STEP = (
+    "UPDATE {action_runs} SET status = 'awaiting_retry', given_up = FALSE, ended_at = NULL WHERE run_id = ? AND sequence = ? "
+    "AND status = 'failed' AND given_up = TRUE AND attempts = ? AND cycle = ?"
+)
+_REOPEN_WAIT = (
+    "UPDATE {waits} SET status = 'waiting', name = ?, cycle = ?, due_at = ?, signal_id = NULL, payload = NULL, created_at = ?, "
+    "ended_at = NULL WHERE run_id = ? AND sequence = ? AND kind = 'retry' AND status <> 'waiting'"
+)
+_OPEN_RETRY_WAIT = (
+    "INSERT INTO {waits} (run_id, sequence, kind, name, cycle, status, due_at, created_at) "
+    "VALUES (?, ?, 'retry', ?, ?, 'waiting', ?, ?)"
+)
+_RETRY_STEP = (
+    "UPDATE {action_runs} SET status = 'pending', given_up = FALSE, cycle = cycle + 1, tries = 0, claims = 0, ended_at = NULL, "
+    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = NULL WHERE run_id = ? "
+    "AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
+)
+_FAIL_STEP = (
+    "UPDATE {action_runs} SET status = ?, given_up = TRUE, ended_at = COALESCE(ended_at, ?) WHERE run_id = ? AND sequence = ? "
+    "AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
+)
+_CANCEL_MEMBERS = (
+    "UPDATE {action_runs} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND ended_at IS NULL "
+    "AND status <> 'running'"
 )
 _RESOLVE = "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _TAG_UPDATE = "UPDATE {tags} SET value = ? WHERE run_id = ? AND name = ?"
@@ -70,7 +116,10 @@ def write(
     seen = snapshot.wakes + wakes
     if decision.kind == "suspended":
         status = "waiting" if decision.outside else "running"
-        landed = tx.run(_ADVANCE, (status, seen, seen, now, snapshot.run_id, snapshot.revision, snapshot.wakes))
+        again, woken_at = (1, now) if decision.again else (0, None)
+        landed = tx.run(
+            _ADVANCE, (status, seen, seen + again, now, woken_at, snapshot.run_id, snapshot.revision, snapshot.wakes)
+        )
     elif plan is not None and plan.rows:
         landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
     else:
@@ -82,14 +131,85 @@ def write(
     if not landed:
         return False
     for step in decision.steps:
-        tx.run(_INSERT_STEP, step_row(snapshot.run_id, step, now=now, sent_at=sent_at))
+        tx.run(_INSERT_STEP, step_row(snapshot.run_id, step, now=now, sent_at=None if step.scope.held_back else sent_at))
+    if decision.more is not None:
+        _write_more(tx, snapshot, decision.more, now=now, sent_at=sent_at)
     for sequence, spec in decision.resolved:
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and any(rollback.is_live(entry) for entry in entries or snapshot.entries):
+    if decision.kind != "suspended" and any(entry.is_live for entry in entries or snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
     return True
+
+
+def _write_more(tx: Tx, snapshot: Snapshot, more: More, *, now: int, sent_at: int | None) -> None:
+    """The rarer parts. A row that is not as the decision found it voids the whole (``MovedOn``): the transaction is rolled back."""
+    run_id = snapshot.run_id
+    for block in more.blocks:
+        _write_block(tx, run_id, block, now)
+    for marker in more.markers:
+        tx.run(_INSERT_MARKER, (run_id, marker.sequence, marker.kind, marker.name, marker.data, now))
+    for wait in more.waits:
+        _write_wait(tx, run_id, wait, now)
+    for child in more.children:
+        _write_child(tx, snapshot, child, now=now, sent_at=sent_at)
+    for park in more.parks:
+        _write_park(tx, run_id, park, now)
+    for retry in more.retries:
+        _write_retry(tx, snapshot, retry, now=now, sent_at=sent_at)
+    for failure in more.failures:
+        entry = failure.entry
+        if isinstance(entry, ChildEntry):
+            raise NotImplementedError
+        if not tx.run(_FAIL_STEP, (failure.status, now, run_id, entry.sequence, entry.cycle)):
+            raise MovedOn
+    for sequence in more.cancelled:
+        tx.run(_CANCEL_MEMBERS, (now, run_id, sequence))
+
+
+def _write_block(tx: Tx, run_id: str, block: NewBlock, now: int) -> None:
+    scope = block.scope
+    tx.run(
+        _INSERT_BLOCK,
+        (
+            run_id, block.sequence, block.what, scope.block, scope.position, block.size, block.policy, block.max_in_flight, now,
+            None if block.size else now,
+        ),
+    )  # fmt: skip
+
+
+def _write_wait(tx: Tx, run_id: str, wait: NewWait, now: int) -> None:
+    """A wait, with the signal that had arrived before it where there is one (SIG-1)."""
+    signal = None if wait.signal is None else wait.signal.id
+    status, ended_at = ("waiting", None) if signal is None else ("consumed", now)
+    if signal is not None and not tx.run(_CONSUME, (now, signal, run_id)):
+        raise MovedOn
+    tx.run(_INSERT_WAIT, (run_id, wait.sequence, wait.what, wait.name, status, wait.due_at, now, ended_at, signal, run_id))
+
+
+def _write_child(tx: Tx, snapshot: Snapshot, child: NewChild, *, now: int, sent_at: int | None) -> None:
+    raise NotImplementedError
+
+
+def _write_park(tx: Tx, run_id: str, park: Park, now: int) -> None:
+    entry = park.entry
+    if isinstance(entry, ChildEntry):
+        raise NotImplementedError
+    if not tx.run(_PARK_STEP, (run_id, entry.sequence, entry.attempts, entry.cycle)):
+        raise MovedOn
+    if not tx.run(_REOPEN_WAIT, (park.signal, entry.cycle, park.due_at, now, run_id, entry.sequence)):
+        tx.run(_OPEN_RETRY_WAIT, (run_id, entry.sequence, park.signal, entry.cycle, park.due_at, now))
+
+
+def _write_retry(tx: Tx, snapshot: Snapshot, retry: Retry, *, now: int, sent_at: int | None) -> None:
+    run_id, entry = snapshot.run_id, retry.entry
+    if retry.signal is not None and not tx.run(_CONSUME, (now, retry.signal.id, run_id)):
+        raise MovedOn
+    if isinstance(entry, ChildEntry):
+        raise NotImplementedError
+    if not tx.run(_RETRY_STEP, (sent_at, run_id, entry.sequence, entry.cycle)):
+        raise MovedOn
 
 
 def settle_live(tx: Tx, run_id: str, *, now: int) -> None:
@@ -106,7 +226,7 @@ def write_tag(tx: Tx, run_id: str, name: str, value: str | None) -> None:
 
 def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tuple[Any, ...]:
     """The parameters of a new step's row."""
-    spec = step.compensation
+    spec, scope = step.compensation, step.scope
     return (
         run_id,
         step.sequence,
@@ -115,6 +235,7 @@ def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tu
         step.priority,
         json.dumps(step.options) if step.options else None,
         step.args,
+        step.optional,
         step.max_claims,
         step.reclaim_stale_after_seconds,
         spec.actor if spec else None,
@@ -123,24 +244,38 @@ def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tu
         step.comp_from_result,
         step.comp_on_self_failure,
         step.comp_policy,
+        scope.comp_parallel,
         step.comp_reclaim_stale_after_seconds,
         step.expires_at,
         sent_at,
         now,
+        scope.block,
+        scope.position,
+        scope.held_back,
+        step.fallback,
+        step.retry,
+        scope.comp_group,
     )
 
 
-def messages(snapshot: Snapshot, decision: Decision) -> list[Outgoing]:
-    """The messages of the steps that ``decision`` creates."""
-    return [
-        Outgoing("step", snapshot.run_id, step.actor, step.queue, step.sequence, priority=step.priority, options=step.options)
+def messages(snapshot: Snapshot, decision: Decision, now: int) -> list[Outgoing]:
+    """The messages that ``decision`` leads to: of what it starts, of what it starts again, and of what will be due."""
+    run_id = snapshot.run_id
+    found = [
+        Outgoing("step", run_id, step.actor, step.queue, step.sequence, priority=step.priority, options=step.options)
         for step in decision.steps
+        if not step.scope.held_back
     ]
+    if decision.again:
+        found.append(Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority))
+    return found
 
 
 def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -> list[history.Line]:
     """What the run's history says of ``decision``."""
     lines: list[history.Line] = []
+    if decision.more is not None:
+        lines += _more_events(decision.more)
     if decision.kind == "suspended":
         if decision.outside and snapshot.status != "waiting":
             lines.append(history.Line(history.FLOW_WAITING, name=snapshot.workflow))
@@ -153,3 +288,32 @@ def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -
     else:
         lines.append(history.Line(history.FLOW_FAILED, name=snapshot.workflow, error=decision.error))
     return lines
+
+
+def _more_events(more: More) -> list[history.Line]:
+    lines = [
+        history.Line(history.SIDE_EFFECT_RECORDED, sequence=marker.sequence, name=marker.name, payload=marker.data)
+        for marker in more.markers
+    ]
+    lines += [
+        history.Line(history.SIGNAL_CONSUMED, sequence=wait.sequence, name=wait.name)
+        for wait in more.waits
+        if wait.signal is not None
+    ]
+    lines += [history.Line(history.CHILD_STARTED, sequence=child.sequence, name=child.workflow) for child in more.children]
+    for park in more.parks:
+        word = history.ACTION_AWAITING_RETRY if isinstance(park.entry, StepEntry) else history.CHILD_AWAITING_RETRY
+        lines.append(history.Line(word, sequence=park.entry.sequence, name=_name(park.entry), detail=park.signal))
+    for retry in more.retries:
+        word = history.ACTION_RETRIED if isinstance(retry.entry, StepEntry) else history.CHILD_RETRIED
+        lines.append(history.Line(word, sequence=retry.entry.sequence, name=_name(retry.entry)))
+    lines += [
+        history.Line(history.ACTION_OPTIONAL_FAILED, sequence=failure.entry.sequence, name=_name(failure.entry))
+        for failure in more.failures
+        if failure.status == "optional_failed"
+    ]
+    return lines
+
+
+def _name(entry: StepEntry | ChildEntry) -> str:
+    return entry.actor if isinstance(entry, StepEntry) else entry.workflow

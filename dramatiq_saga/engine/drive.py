@@ -17,22 +17,25 @@ from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
 from . import notify, rollback, runs
-from .replay import HoldRun, Replay, replay
-from .rows import Decision, Outgoing, Snapshot, StepEntry
+from .replay import HoldRun, MovedOn, Replay, replay
+from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..store.database import Tx
     from .core import Engine, Sender
 
 _RECORD = (
-    "{insert_ignore} {side_effects} (run_id, sequence, name, value, created_at) "
-    "SELECT ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'{or_ignore}"
+    "{insert_ignore} {side_effects} (run_id, sequence, kind, name, value, created_at) "
+    "SELECT ?, ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'{or_ignore}"
 )
-_RECORDED = "SELECT name, value FROM {side_effects} WHERE run_id = ? AND sequence = ?"
+_RERECORD = "UPDATE {side_effects} SET value = ? WHERE run_id = ? AND sequence = ?"
+_RECORDED = "SELECT name, value, kind FROM {side_effects} WHERE run_id = ? AND sequence = ?"
 _UNSENT = (
     "SELECT sequence, actor, queue, priority, options, cycle, attempts, tries FROM {action_runs} "
-    "WHERE run_id = ? AND status = 'pending' AND sent_at IS NULL ORDER BY sequence"
+    "WHERE run_id = ? AND status = 'pending' AND sent_at IS NULL AND held_back = FALSE ORDER BY sequence"
 )
 
 
@@ -45,10 +48,6 @@ class Driven(Enum):
     DECIDED = "decided"
     HELD = "held"
     ROLLING_BACK = "rolling_back"
-
-
-class _MovedOn(Exception):
-    """The run changed while a side effect was to be recorded: look again."""
 
 
 def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None = None) -> Driven:
@@ -94,8 +93,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
-        outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
         now = engine.now()
+        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -107,7 +106,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             return True
 
         landed = engine.write(operation, outbox)
-    except _MovedOn:
+    except MovedOn:
         return None
     except Exception as fault:  # of the engine, or a history that does not fit: nobody's failure (HISTORY-1)
         if is_trouble(fault):
@@ -125,7 +124,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             actual="moved on",
         )
         return None
-    engine.cache.put(advanced(snapshot, decision, context))
+    remember(engine, snapshot, decision, context)
     try:
         outbox.delivered()
     finally:
@@ -140,26 +139,30 @@ def _calm(sender: Sender, delivery: object | None) -> None:
         sender.calm()
 
 
+def remember(engine: Engine, snapshot: Snapshot, decision: Decision, context: Replay) -> None:
+    """Keep the run as it stands now that ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    if decision.more is not None and decision.more.cancelled:
+        engine.cache.drop(snapshot.run_id)  # which members were cancelled, only the rows can tell
+    else:
+        engine.cache.put(advanced(snapshot, decision, context))
+
+
 def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:
-    """``snapshot`` as it stands once ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    """``snapshot`` with what ``decision`` has added and changed."""
     entries = list(snapshot.entries)
-    entries.extend(context.new_entries)
+    for sequence, changed in context.changed.items():
+        entries[sequence - 1] = changed
     for sequence, spec in decision.resolved:
         entry = entries[sequence - 1]
-        if isinstance(entry, StepEntry):
+        if isinstance(entry, StepEntry | ChildEntry):
             entries[sequence - 1] = replace(entry, comp_actor=spec.actor, comp_ready=True)
-    for step in decision.steps:
-        spec_ = step.compensation
-        entries.append(
-            StepEntry(
-                step.sequence, step.actor, "pending", comp_actor=spec_.actor if spec_ else None, comp_ready=spec_ is not None,
-                comp_from_result=step.comp_from_result, comp_on_self_failure=step.comp_on_self_failure,
-            )
-        )  # fmt: skip
+    entries.extend(context.new_entries)
     status = {"suspended": "waiting" if decision.outside else "running"}.get(decision.kind, decision.kind)
+    taken = decision.more.taken if decision.more is not None else ()
+    signals = tuple(signal for signal in snapshot.signals if signal.id not in taken) if taken else snapshot.signals
     return snapshot.moved(
-        status=status, revision=snapshot.revision + 1, wakes=snapshot.wakes, wakes_seen=snapshot.wakes, hold_count=0, entries=entries,
-        tags={**snapshot.tags, **decision.tags} if decision.tags else snapshot.tags,
+        status=status, revision=snapshot.revision + 1, wakes=snapshot.wakes + decision.again, wakes_seen=snapshot.wakes, hold_count=0,
+        entries=entries, tags={**snapshot.tags, **decision.tags} if decision.tags else snapshot.tags, signals=signals,
     )  # fmt: skip
 
 
@@ -170,26 +173,35 @@ class _Recorder:
         self.engine = engine
         self.snapshot = snapshot
 
-    def __call__(self, sequence: int, name: str, data: bytes) -> bytes:
+    def __call__(self, sequence: int, kind: str, name: str, data: bytes | Callable[[Tx], bytes]) -> bytes:
         """The value that is recorded: ours, or that of another drive that was first.
+
+        ``data`` is the value, or what is done inside the transaction and gives it (SIG-3).
 
         Who else may be here: a second drive of the run, at the same sequence. The primary key lets one insert land; both go
         on with what is recorded, and only one of their decisions commits.
         """
         engine, snapshot = self.engine, self.snapshot
         now = engine.now()
-        lines = [history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=data)]
+        lines: list[history.Line] = []
 
         def operation(tx: Tx) -> tuple[bool, bytes | None]:
-            if tx.run(_RECORD, (snapshot.run_id, sequence, name, data, now, snapshot.run_id, snapshot.revision)):
+            lines.clear()
+            value = b"" if callable(data) else data
+            params = (snapshot.run_id, sequence, kind, name, value, now, snapshot.run_id, snapshot.revision)
+            if tx.run(_RECORD, params):
+                if callable(data):
+                    value = data(tx)
+                    tx.run(_RERECORD, (value, snapshot.run_id, sequence))
+                lines.append(history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=value))
                 engine.record(tx, snapshot.run_id, now, lines)
-                return True, data
+                return True, value
             row = tx.one(_RECORDED, (snapshot.run_id, sequence))
-            return False, None if row is None or row[0] != name else bytes(row[1])
+            return False, None if row is None or row[0] != name or row[2] != kind else bytes(row[1])
 
         landed, recorded = engine.store.write(operation)
         if recorded is None:
-            raise _MovedOn
+            raise MovedOn
         if landed:
             notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
         return recorded

@@ -26,7 +26,7 @@ from ..store.trouble import is_trouble
 from . import decision as decisions
 from . import drive, notify, rollback
 from .claim import Claim, Job
-from .replay import NeedsRecording, Replay, replay, with_outcome
+from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
 from .snapshot import load
 
@@ -78,10 +78,6 @@ _LINES = {
     "refused": history.ACTION_FAILED,
     "given_up": history.ACTION_GIVEN_UP,
 }
-
-
-class _MovedOn(Exception):
-    """What the decision rests on has changed; the transaction is rolled back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +163,10 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         decision = replay(definition.function, context, engine.make_flow)
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
-        outbox.load(decisions.messages(snapshot, decision) if plan is None else plan.messages)
+        now = engine.now()
+        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
     except NeedsRecording:
         return False
-    now = engine.now()
     lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
@@ -189,7 +185,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
             plan=plan,
             entries=after.entries,
         ):
-            raise _MovedOn  # a plan that rests on a step which has moved on since: nothing is written
+            raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
         outbox.stage(tx)
         return True
@@ -197,7 +193,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
-    engine.cache.put(drive.advanced(after, decision, context))
+    drive.remember(engine, after, decision, context)
     try:
         outbox.delivered()
     finally:

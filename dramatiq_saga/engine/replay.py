@@ -7,6 +7,8 @@ of one history give one decision, so two drives of one run at once are harmless.
 Ends: *suspended* (something it needs is not settled), *completed*, *failed* (an ``Exception`` left the function, DRIVE-5), or
 an error raised here that is nobody's failure: a history that does not fit (HISTORY-1), an author's mistake around ``flow``,
 a compensation that cannot be built (COMP-10). Those hold the run; they never fail it.
+
+Long because everything that a function can ask for is matched with its history here, in one place and by one cursor.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -26,11 +29,34 @@ from ..errors import (
     SendInsideWorkflowError,
     SuspensionSwallowedError,
 )
-from .rows import CompensationSpec, Decision, NewStep, SideEffectEntry, Snapshot, StepEntry
+from .rows import (
+    BlockEntry,
+    ChildEntry,
+    CompensationSpec,
+    Decision,
+    Extra,
+    Failure,
+    Marker,
+    More,
+    NewBlock,
+    NewChild,
+    NewStep,
+    NewWait,
+    Park,
+    PatchEntry,
+    Retry,
+    RetryWait,
+    SentSignalEntry,
+    SideEffectEntry,
+    Snapshot,
+    StepEntry,
+    WaitEntry,
+    block_name,
+)
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .rows import Entry
+    from .rows import Entry, ReceivedSignal, Scope
 
 
 class Suspend(BaseException):
@@ -43,6 +69,10 @@ class NeedsRecording(BaseException):
 
 class _Abandon(BaseException):
     """Unwinds a workflow function whose side effect could not be recorded. Not an error of its, and not for it to catch."""
+
+
+class MovedOn(Exception):
+    """The run changed while something was to be recorded for it: whatever was found out is void, look again."""
 
 
 class HoldRun(Exception):
@@ -86,7 +116,7 @@ class Replay:
         *,
         now: int,
         settings: Settings,
-        record: Callable[[int, str, bytes], bytes] | None = None,
+        record: Callable[[int, str, str, bytes | Callable[[Any], bytes]], bytes] | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.now = now
@@ -97,8 +127,13 @@ class Replay:
         self.record = record
         self.steps: list[NewStep] = []
         self.resolved: list[tuple[int, CompensationSpec]] = []
-        self.new_entries: list[Entry] = []
+        self.new_entries: list[Entry] = []  # in order of sequence, the steps of this decision included
+        self.changed: dict[int, Entry] = {}  # recorded entries that this decision changes
+        self.unrecorded = False  # some of the new entries exist only once the decision has been committed
         self.tags: dict[str, str | None] = {}
+        self.patches: dict[str, bool] = {}
+        self._more: More | None = None
+        self.again = False
         self.suspended = False
         self.outside = False
         self.error: SagaError | None = None
@@ -147,9 +182,43 @@ class Replay:
             return None
         entry = self.entries[cursor]
         if not isinstance(entry, StepEntry) or entry.actor != actor:
+            if self.past_patches():
+                return self.recorded_step(actor)
             raise self.mismatch(f"step {actor!r}")
         self.cursor = cursor + 1
         return entry
+
+    def recorded_child(self, workflow: str) -> ChildEntry | None:
+        """As :meth:`recorded_step`, for a child run."""
+        entry = self._next_recorded()
+        if entry is None:
+            return None
+        if not isinstance(entry, ChildEntry) or entry.workflow != workflow:
+            raise self.mismatch(f"child {workflow!r}")
+        self.cursor += 1
+        return entry
+
+    def recorded_block(self, what: str, size: int) -> BlockEntry | None:
+        """As :meth:`recorded_step`, for a parallel block or a saga group of that size (C19)."""
+        entry = self._next_recorded()
+        if entry is None:
+            return None
+        if not isinstance(entry, BlockEntry) or entry.what != what or entry.size != size:
+            raise self.mismatch(f"{block_name(what)} of {size}")
+        self.cursor += 1
+        return entry
+
+    def _next_recorded(self) -> Entry | None:
+        """What stands at the next sequence, version gates that nobody asks for any more aside; does not move past it."""
+        self.past_patches()
+        return self.entries[self.cursor] if self.cursor < self.recorded else None
+
+    def past_patches(self) -> bool:
+        """Step over version gates that the function no longer asks for; whether there were any."""
+        start = self.cursor
+        while self.cursor < self.recorded and isinstance(self.entries[self.cursor], PatchEntry):
+            self.cursor += 1
+        return self.cursor > start
 
     def mismatch(self, asked: str) -> SagaError:
         """The history does not fit (HISTORY-1)."""
@@ -161,47 +230,224 @@ class Replay:
         self.cursor += 1
         return self.cursor
 
+    @property
+    def more(self) -> More:
+        """The rarer parts of the decision in the making."""
+        if self._more is None:
+            self._more = More()
+        return self._more
+
     def add_step(self, step: NewStep) -> None:
         """The function wants this step; it exists once the decision has been committed."""
         self.steps.append(step)
+        spec, scope = step.compensation, step.scope
+        extra = Extra(
+            scope.block, scope.position, scope.held_back, None if step.fallback is None else freeze(step.fallback), step.retry, None,
+            scope.comp_group, scope.comp_parallel,
+        )  # fmt: skip
+        self.new_entries.append(
+            StepEntry(
+                step.sequence, step.actor, "pending", optional=step.optional, comp_actor=spec.actor if spec else None,
+                comp_ready=spec is not None, comp_from_result=step.comp_from_result, comp_on_self_failure=step.comp_on_self_failure,
+                extra=extra,
+            )
+        )  # fmt: skip
+
+    def add_child(self, child: NewChild) -> None:
+        """The function wants this child run."""
+        self.more.children.append(child)
+        spec, scope = child.compensation, child.scope
+        self.new_entries.append(
+            ChildEntry(
+                child.sequence, child.workflow, child.child_id, "pending", child.close_policy, optional=child.optional,
+                comp_actor=spec.actor if spec else None, comp_ready=spec is not None, comp_from_result=child.comp_from_result,
+                extra=Extra(scope.block, scope.position, False, None, child.retry, None, scope.comp_group, scope.comp_parallel),
+            )
+        )  # fmt: skip
+
+    def add_block(self, what: str, size: int, *, policy: str | None, max_in_flight: int | None, scope: Scope) -> BlockEntry:
+        """The function wants this block; its members follow."""
+        sequence = self.next_sequence()
+        self.more.blocks.append(NewBlock(sequence, what, size, policy, max_in_flight, scope))
+        entry = BlockEntry(sequence, what, size, policy, max_in_flight, scope.block, scope.position)
+        self.new_entries.append(entry)
+        self.unrecorded = True
+        return entry
+
+    def cancel_members(self, block: int) -> None:
+        """Members of a block that are not running are not wanted any more (PAR-4). Which those are, the rows decide."""
+        self.more.cancelled.append(block)
+        self.again = True
+
+    def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
+        """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""
+        entry = self._next_recorded()
+        if entry is not None:
+            if not isinstance(entry, WaitEntry) or entry.what != what or entry.name != name:
+                raise self.mismatch(WaitEntry(0, what, name, "waiting", None).describe())
+            self.cursor += 1
+            if entry.is_live:
+                raise self.suspend(outside=True)
+            return entry
+        sequence = self.next_sequence()
+        signal = self.take_signal(name) if what == "signal" and name is not None else None
+        self.more.waits.append(NewWait(sequence, what, name, due_at, signal))
+        if signal is None:
+            self.new_entries.append(WaitEntry(sequence, what, name, "waiting", due_at))
+            raise self.suspend(outside=True)
+        found = WaitEntry(sequence, what, name, "consumed", due_at, signal.value)
+        self.new_entries.append(found)
+        self.unrecorded = True
+        return found
+
+    def take_signal(self, name: str) -> ReceivedSignal | None:
+        """The oldest signal of that name that has arrived and that nothing has consumed, this walk included (SIG-1)."""
+        taken = self._more.taken if self._more is not None else ()
+        for signal in self.snapshot.signals:
+            if signal.name == name and signal.id not in taken:
+                self.more.taken.add(signal.id)
+                return signal
+        return None
+
+    def mark(self, kind: str, name: str, make: Callable[[], Any]) -> SideEffectEntry | PatchEntry:
+        """A value recorded with the decision, for what has no effects of its own: the time, an id, a version gate."""
+        data = encode(make(), name)
+        sequence = self.next_sequence()
+        self.more.markers.append(Marker(sequence, kind, name, data))
+        entry = PatchEntry(sequence, name) if kind == "patch" else SideEffectEntry(sequence, name, freeze(data))
+        self.new_entries.append(entry)
+        self.unrecorded = True
+        return entry
+
+    def recorded_value(self, name: str, make: Callable[[], Any]) -> Any:
+        """``make()``'s value, the same in every replay."""
+        entry = self._next_recorded()
+        if entry is None:
+            entry = self.mark("value", name, make)
+        elif not isinstance(entry, SideEffectEntry) or entry.name != name:
+            raise self.mismatch(f"side effect {name!r}")
+        else:
+            self.cursor += 1
+        assert isinstance(entry, SideEffectEntry)
+        return entry.value()
+
+    def patched(self, change_id: str) -> bool:
+        """Whether this run goes the new way at that change (HISTORY-2)."""
+        known = self.patches.get(change_id)
+        if known is None:
+            known = self.patches[change_id] = self._gate(change_id)
+        return known
+
+    def _gate(self, change_id: str) -> bool:
+        ahead = self.cursor
+        while ahead < self.recorded:
+            entry = self.entries[ahead]
+            if not isinstance(entry, PatchEntry):
+                return False  # it went past this point before the change
+            ahead += 1
+            if entry.name == change_id:
+                self.cursor = ahead
+                return True
+        self.cursor = ahead
+        self.mark("patch", change_id, lambda: None)
+        return True
+
+    # --- steps and children that run again when a signal comes (RSIG-1) ---------------------------------------------
+
+    def park(self, entry: StepEntry | ChildEntry, signal: str, due_at: int | None) -> None:
+        """What was given up waits for ``signal``."""
+        self.more.parks.append(Park(entry, signal, due_at))
+        self.changed[entry.sequence] = _with(entry, status="awaiting_retry", given_up=False, wait=RetryWait("waiting", due_at))
+
+    def retry(self, entry: StepEntry | ChildEntry, signal: ReceivedSignal | None, child_id: str | None = None) -> None:
+        """It runs again, in the same row."""
+        self.more.retries.append(Retry(entry, signal, child_id))
+        changed = _with(entry, status="pending", given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
+        if child_id is not None:
+            assert isinstance(changed, ChildEntry)
+            changed = replace(changed, child_id=child_id)
+        self.changed[entry.sequence] = changed
+
+    def settle_failed(self, entry: StepEntry | ChildEntry, status: str) -> None:
+        """It will not run again: ``failed`` or ``optional_failed``, for good."""
+        self.more.failures.append(Failure(entry, status))
+        self.changed[entry.sequence] = _with(entry, status=status, given_up=True, wait=entry.extra.wait)
 
     def resolve_compensation(self, sequence: int, spec: CompensationSpec) -> None:
         """A compensation that was to be built from its step's result is known now (COMP-2)."""
         self.resolved.append((sequence, spec))
 
-    def suspend(self) -> Suspend:
-        """The function cannot go on; raise what this returns."""
+    def suspend(self, *, outside: bool = False) -> Suspend:
+        """The function cannot go on; raise what this returns. ``outside``: no worker has anything to do for it now."""
         self.suspended = True
+        self.outside = outside
         return Suspend()
 
     def side_effect(self, name: str, function: Callable[[], Any]) -> Any:
         """``function()``'s value, recorded once (SIDE-1)."""
-        if self.cursor < self.recorded:
-            entry = self.entries[self.cursor]
+        entry = self._next_recorded()
+        if entry is not None:
             if not isinstance(entry, SideEffectEntry) or entry.name != name:
                 raise self.mismatch(f"side effect {name!r}")
             self.cursor += 1
             return entry.value()
-        if self.record is None:
-            raise NeedsRecording
-        sequence = self.cursor + 1
+        self._ready_to_record()
         self.recording = name
         try:
             data = encode(function(), f"side effect {name!r}")
         finally:
             self.recording = None
+        sequence = self.cursor + 1
+        recorded = SideEffectEntry(sequence, name, freeze(self._recorded(sequence, "value", name, data)))
+        self.new_entries.append(recorded)
+        self.cursor = sequence
+        return recorded.value()
+
+    def send_signal(self, name: str, send: Callable[[Any], bytes]) -> Any:
+        """What became of a signal to another run, sent once: ``send`` is called inside the transaction that records it (SIG-3)."""
+        entry = self._next_recorded()
+        if entry is not None:
+            if not isinstance(entry, SentSignalEntry) or entry.name != name:
+                raise self.mismatch(f"signal {name!r} to another run")
+            self.cursor += 1
+            return entry.value()
+        self._ready_to_record()
+        sequence = self.cursor + 1
+        recorded = SentSignalEntry(sequence, name, freeze(self._recorded(sequence, "signal", name, send)))
+        self.new_entries.append(recorded)
+        self.cursor = sequence
+        return recorded.value()
+
+    def _ready_to_record(self) -> None:
+        """What stands before it is recorded first: a history has no gaps."""
+        if self.record is None:
+            raise NeedsRecording
+        if self.unrecorded:
+            self.again = True
+            raise self.suspend()
+
+    def _recorded(self, sequence: int, kind: str, name: str, data: bytes | Callable[[Any], bytes]) -> bytes:
+        assert self.record is not None
         _replaying.context = None  # who listens to what is recorded is not the function, and may send
         try:
-            data = self.record(sequence, name, data)
+            return self.record(sequence, kind, name, data)
         except Exception as error:  # the engine's affair: it must not look like a failure of the function (NATIVE-7)
             self.abandoned = error
             raise _Abandon from error
         finally:
             _replaying.context = self
-        entry = SideEffectEntry(sequence, name, freeze(data))
-        self.new_entries.append(entry)
-        self.cursor = sequence
-        return entry.value()
+
+
+def _with(
+    entry: StepEntry | ChildEntry, *, status: str, given_up: bool, wait: RetryWait | None, cycle: int | None = None
+) -> StepEntry | ChildEntry:
+    """A step or child after a change to its row."""
+    changes: dict[str, Any] = {"status": status, "extra": replace(entry.extra, wait=wait)}
+    if isinstance(entry, StepEntry):
+        changes["given_up"] = given_up
+    if cycle is not None:
+        changes["cycle"] = cycle
+    return replace(entry, **changes)
 
 
 def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any]) -> Decision:
@@ -242,6 +488,7 @@ def _walk(
             raise HoldRun(context.error) from error
         if context.suspended:
             raise HoldRun(SuspensionSwallowedError()) from error
+        context.past_patches()
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
@@ -250,6 +497,7 @@ def _walk(
         raise HoldRun(context.error)
     if context.suspended:
         raise HoldRun(SuspensionSwallowedError())
+    context.past_patches()
     if context.cursor < context.recorded:
         raise HoldRun(_shortfall(context, "nothing more: it returned"))
     if getattr(value, "_replay", None) is context:
@@ -267,7 +515,10 @@ def _shortfall(context: Replay, asked: str) -> HistoryMismatchError:
 
 
 def _decision(context: Replay, kind: str, *, result: bytes | None = None, error: str | None = None) -> Decision:
-    return Decision(kind, context.steps, context.resolved, context.tags, result, error, context.outside)
+    return Decision(
+        kind, context.steps, context.resolved, context.tags, result, error, context.outside, context._more,
+        context.again and kind == "suspended",
+    )  # fmt: skip
 
 
 def with_outcome(snapshot: Snapshot, entry: StepEntry) -> Snapshot:
@@ -276,5 +527,5 @@ def with_outcome(snapshot: Snapshot, entry: StepEntry) -> Snapshot:
     entries[entry.sequence - 1] = entry
     return snapshot.moved(
         status=snapshot.status, revision=snapshot.revision, wakes=snapshot.wakes + 1, wakes_seen=snapshot.wakes_seen,
-        hold_count=snapshot.hold_count, entries=entries, tags=snapshot.tags,
+        hold_count=snapshot.hold_count, entries=entries, tags=snapshot.tags, signals=snapshot.signals,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from ..journal import history
 from . import notify
 from .claim import Claim, idempotency_key
 from .replay import HoldRun
-from .rows import CompensationSpec, Entry, Outgoing, Snapshot, StepEntry
+from .rows import CompensationSpec, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -138,7 +138,7 @@ def draft(
         entry = entries.get(row[0])
         if entry is None:
             continue
-        if row[9] and is_live(entry):
+        if row[9] and entry.is_live:
             # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
             # to stand so still when the plan is written. test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
             entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
@@ -157,13 +157,6 @@ def draft(
         if planned["policy"] == "stop":
             break
     return plan
-
-
-def is_live(entry: Entry) -> bool:
-    """Whether something may still happen to what stands at this sequence."""
-    if not isinstance(entry, StepEntry):
-        return False
-    return entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
 
 
 def _planned(

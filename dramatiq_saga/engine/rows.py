@@ -4,6 +4,8 @@ A :class:`Snapshot` is a run as one read transaction saw it: the run's row and e
 far, by sequence. It is never changed in place; a drive that adds to it makes a new one. So it can be cached per process and
 shared between threads: ``revision`` and ``wakes`` say whether it is still what the database holds, and every write that
 rests on it repeats both in its ``WHERE`` (DRIVE-1).
+
+Long because what one replay can lead to stands in one place, read (entries) and to be written (a decision) side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +13,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RetryWait:
+    """The wait of a step or child that is parked, or was (RSIG-1)."""
+
+    status: str  # waiting | consumed | timed_out | cancelled
+    due_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What only some steps and children have: their block, their group, and what happens when they fail."""
+
+    block: int | None = None
+    position: int | None = None
+    held_back: bool = False
+    fallback: Callable[[], Any] | None = None
+    retry: str | None = None  # JSON: the stored part of a retry policy
+    wait: RetryWait | None = None
+    comp_group: int | None = None
+    comp_parallel: bool = False
+
+
+PLAIN = Extra()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +59,16 @@ class StepEntry:
     comp_ready: bool = False
     comp_from_result: bool = False
     comp_on_self_failure: bool = False
+    extra: Extra = PLAIN
     kind = "step"
 
     def describe(self) -> str:
         return f"step {self.actor!r}"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether something may still happen to it."""
+        return self.status in ("pending", "running", "awaiting_retry") or (self.status == "failed" and not self.given_up)
 
     def settled(
         self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None
@@ -41,7 +76,7 @@ class StepEntry:
         """This step with an outcome. (``dataclasses.replace`` would be most of a replay's cost.)"""
         return StepEntry(
             self.sequence, self.actor, status, given_up, attempts, self.cycle, value, error, self.optional, self.comp_actor,
-            self.comp_ready, self.comp_from_result, self.comp_on_self_failure,
+            self.comp_ready, self.comp_from_result, self.comp_on_self_failure, self.extra,
         )  # fmt: skip
 
 
@@ -53,12 +88,130 @@ class SideEffectEntry:
     name: str
     value: Callable[[], Any]
     kind = "side effect"
+    is_live = False
 
     def describe(self) -> str:
         return f"side effect {self.name!r}"
 
 
-Entry = StepEntry | SideEffectEntry
+@dataclass(frozen=True, slots=True)
+class SentSignalEntry:
+    """A signal that the function has sent to another run; ``value`` tells what became of it (SIG-3)."""
+
+    sequence: int
+    name: str
+    value: Callable[[], Any]
+    kind = "sent signal"
+    is_live = False
+
+    def describe(self) -> str:
+        return f"signal {self.name!r} to another run"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchEntry:
+    """A version gate that the run has passed on the new side (HISTORY-2)."""
+
+    sequence: int
+    name: str
+    kind = "patch"
+    is_live = False
+
+    def describe(self) -> str:
+        return f"patched({self.name!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEntry:
+    """A wait for a signal, or a timer; ``status`` is ``waiting, consumed, timed_out`` or ``cancelled``."""
+
+    sequence: int
+    what: str  # signal | timer
+    name: str | None
+    status: str
+    due_at: int | None
+    value: Callable[[], Any] | None = None
+    kind = "wait"
+
+    def describe(self) -> str:
+        return "timer" if self.what == "timer" else f"wait for signal {self.name!r}"
+
+    @property
+    def is_live(self) -> bool:
+        return self.status == "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEntry:
+    """A parallel block or a saga group; its members take the sequences that follow."""
+
+    sequence: int
+    what: str  # parallel | saga
+    size: int
+    policy: str | None = None
+    max_in_flight: int | None = None
+    block: int | None = None
+    position: int | None = None
+    kind = "block"
+    is_live = False  # its members are
+
+    def describe(self) -> str:
+        return f"{block_name(self.what)} of {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEntry:
+    """A child run, as its parent knows it (CHILD-1)."""
+
+    sequence: int
+    workflow: str
+    child_id: str
+    status: str
+    close_policy: str
+    cycle: int = 0
+    value: Callable[[], Any] | None = None
+    error: str | None = None
+    optional: bool = False
+    comp_actor: str | None = None
+    comp_ready: bool = False
+    comp_from_result: bool = False
+    extra: Extra = PLAIN
+    kind = "child"
+
+    def describe(self) -> str:
+        return f"child {self.workflow!r}"
+
+    @property
+    def is_live(self) -> bool:
+        return self.status in ("pending", "running", "awaiting_retry")
+
+
+Entry = StepEntry | SideEffectEntry | SentSignalEntry | PatchEntry | WaitEntry | BlockEntry | ChildEntry
+
+
+def block_name(what: str) -> str:
+    """How a block is called in messages."""
+    return "parallel block" if what == "parallel" else "saga group"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSignal:
+    """A signal that has arrived and that nothing has consumed yet."""
+
+    id: int
+    name: str
+    value: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The run that has started this one, and how it is driven."""
+
+    run_id: str
+    sequence: int
+    workflow: str
+    queue: str
+    priority: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +234,22 @@ class Snapshot:
     hold_count: int
     entries: tuple[Entry, ...] | list[Entry]
     tags: dict[str, str | None]
+    signals: tuple[ReceivedSignal, ...] = ()
+    parent: Parent | None = None
+    close_request: str | None = None
 
     def moved(
         self, *, status: str, revision: int, wakes: int, wakes_seen: int, hold_count: int, entries: list[Entry],
-        tags: dict[str, str | None],
+        tags: dict[str, str | None], signals: tuple[ReceivedSignal, ...] = (),
     ) -> Snapshot:  # fmt: skip
         """The run as it stands after a write. (``dataclasses.replace`` would be most of a replay's cost.)"""
         return Snapshot(
             self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
-            wakes, wakes_seen, self.args, self.context, hold_count, entries, tags,
+            wakes, wakes_seen, self.args, self.context, hold_count, entries, tags, signals, self.parent, self.close_request,
         )  # fmt: skip
+
+
+# --- what is to be written -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +259,22 @@ class CompensationSpec:
     actor: str
     args: bytes | None
     options: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where a step, a child or a block stands: in which block, in which group, and what those say for it."""
+
+    block: int | None = None
+    position: int | None = None
+    held_back: bool = False
+    comp_group: int | None = None
+    comp_parallel: bool = False
+    comp_policy: str | None = None
+    comp_on_self_failure: bool | None = None
+
+
+ALONE = Scope()
 
 
 @dataclass(slots=True)
@@ -120,13 +295,96 @@ class NewStep:
     comp_policy: str | None = None
     comp_reclaim_stale_after_seconds: int | None = None
     expires_at: int | None = None
+    optional: bool = False
+    fallback: bytes | None = None
+    retry: str | None = None
+    scope: Scope = ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A parallel block or saga group that the function has asked for; its members are rows of their own."""
+
+    sequence: int
+    what: str
+    size: int
+    policy: str | None = None
+    max_in_flight: int | None = None
+    scope: Scope = ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class NewWait:
+    """A wait that begins with this decision, or that ends with it: for a signal that had arrived before (SIG-1)."""
+
+    sequence: int
+    what: str  # signal | timer
+    name: str | None
+    due_at: int | None
+    signal: ReceivedSignal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewChild:
+    """A child run that the function has asked for. Run and link are written together (CHILD-1)."""
+
+    sequence: int
+    child_id: str
+    workflow: str
+    args: bytes
+    start: dict[str, Any]  # queue, priority, options, version, expires_in_ms, expires_at, tags: how a run of it is started
+    close_policy: str
+    context: bytes | None = None
+    optional: bool = False
+    retry: str | None = None
+    compensation: CompensationSpec | None = None
+    comp_from_result: bool = False
+    comp_policy: str | None = None
+    comp_reclaim_stale_after_seconds: int | None = None
+    scope: Scope = ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A value that is recorded with the decision: nothing outside the run can have followed from it before."""
+
+    sequence: int
+    kind: str  # value | patch
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """A step or child that was given up waits for a signal (RSIG-1)."""
+
+    entry: StepEntry | ChildEntry
+    signal: str
+    due_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A step or child runs again in its row: its signal has come, to its wait or before it was parked (RSIG-1)."""
+
+    entry: StepEntry | ChildEntry
+    signal: ReceivedSignal | None  # consumed by this decision; None where its wait was answered
+    child_id: str | None = None  # the child run that is started now (RSIG-4)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A step or child whose retries on signal are over is settled: ``failed`` or ``optional_failed`` (RSIG-2)."""
+
+    entry: StepEntry | ChildEntry
+    status: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message that is to be sent: which row it is about, and how it travels."""
 
-    kind: str  # drive | step | compensation
+    kind: str  # drive | step | compensation | timer | callback
     run_id: str
     actor: str
     queue: str
@@ -141,7 +399,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Decision:
-    """What one replay leads to. Nothing of it exists until ``decision.commit`` has landed."""
+    """What one replay leads to. Nothing of it exists until ``decision.write`` has landed."""
 
     kind: str  # suspended | completed | failed
     steps: list[NewStep] = field(default_factory=list)
@@ -150,3 +408,20 @@ class Decision:
     result: bytes | None = None
     error: str | None = None
     outside: bool = False  # only something from outside can move the run
+    more: More | None = None  # what most decisions do not have
+    again: bool = False  # the function could go on, once this much is recorded: drive again
+
+
+@dataclass(slots=True)
+class More:
+    """The rarer parts of a decision."""
+
+    blocks: list[NewBlock] = field(default_factory=list)
+    waits: list[NewWait] = field(default_factory=list)
+    children: list[NewChild] = field(default_factory=list)
+    markers: list[Marker] = field(default_factory=list)
+    parks: list[Park] = field(default_factory=list)
+    retries: list[Retry] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)  # blocks whose members that are not running are cancelled (PAR-4)
+    taken: set[int] = field(default_factory=set)  # ids of received signals that are consumed

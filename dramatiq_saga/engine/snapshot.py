@@ -10,21 +10,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..codec import freeze
-from .rows import Entry, SideEffectEntry, Snapshot, StepEntry
+from .rows import (
+    PLAIN,
+    BlockEntry,
+    ChildEntry,
+    Entry,
+    Extra,
+    Parent,
+    PatchEntry,
+    ReceivedSignal,
+    RetryWait,
+    SentSignalEntry,
+    SideEffectEntry,
+    Snapshot,
+    StepEntry,
+    WaitEntry,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..store.database import Tx
     from .core import Engine
 
 _RUN = (
-    "SELECT workflow, version, queue, priority, options, status, rollback, revision, wakes, wakes_seen, args, context, hold_count "
-    "FROM {flow_runs} WHERE id = ?"
+    "SELECT f.workflow, f.version, f.queue, f.priority, f.options, f.status, f.rollback, f.revision, f.wakes, f.wakes_seen, f.args, "
+    "f.context, f.hold_count, f.close_request, f.parent_id, f.parent_sequence, p.workflow, p.queue, p.priority "
+    "FROM {flow_runs} f LEFT JOIN {flow_runs} p ON p.id = f.parent_id WHERE f.id = ?"
 )
 _STEPS = (
     "SELECT sequence, actor, status, given_up, attempts, cycle, result, error, optional, comp_actor, comp_args IS NOT NULL, "
-    "comp_from_result, comp_on_self_failure FROM {action_runs} WHERE run_id = ? ORDER BY sequence"
+    "comp_from_result, comp_on_self_failure, block, position, held_back, fallback, retry_policy, comp_group, comp_parallel "
+    "FROM {action_runs} WHERE run_id = ? ORDER BY sequence"
 )
-_SIDE_EFFECTS = "SELECT sequence, name, value FROM {side_effects} WHERE run_id = ?"
+_CHILDREN = (
+    "SELECT sequence, workflow, child_id, status, close_policy, cycle, result, error, optional, comp_actor, comp_args IS NOT NULL, "
+    "comp_from_result, block, position, retry_policy, comp_group, comp_parallel FROM {children} WHERE run_id = ?"
+)
+_BLOCKS = "SELECT sequence, kind, size, policy, max_in_flight, block, position FROM {blocks} WHERE run_id = ?"
+_WAITS = "SELECT sequence, kind, name, status, due_at, payload FROM {waits} WHERE run_id = ?"
+_SIDE_EFFECTS = "SELECT sequence, kind, name, value FROM {side_effects} WHERE run_id = ?"
+_SIGNALS = "SELECT id, name, payload FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ?"
 
 
@@ -42,12 +68,21 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
     if run is None:
         return None
     entries: dict[int, Entry] = {}
-    if run[7]:  # without a decision there are no steps
+    if run[7]:  # without a decision there is nothing but side effects
+        retry_waits: dict[int, RetryWait] = {}
+        for sequence, kind, name, status, due_at, payload in tx.all(_WAITS, (run_id,)):
+            if kind == "retry":
+                retry_waits[sequence] = RetryWait(status, due_at)
+            else:
+                entries[sequence] = WaitEntry(sequence, kind, name, status, due_at, _value(payload))
         for row in tx.all(_STEPS, (run_id,)):
-            entries[row[0]] = step_entry(row)
-    for sequence, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
-        entries[sequence] = SideEffectEntry(sequence, name, freeze(bytes(value)))
-    tags = dict(tx.all(_TAGS, (run_id,)))
+            entries[row[0]] = step_entry(row, retry_waits.get(row[0]))
+        for row in tx.all(_BLOCKS, (run_id,)):
+            entries[row[0]] = BlockEntry(*row)
+        for row in tx.all(_CHILDREN, (run_id,)):
+            entries[row[0]] = child_entry(row, retry_waits.get(row[0]))
+    for sequence, kind, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
+        entries[sequence] = _recorded(sequence, kind, name, bytes(value))
     return Snapshot(
         run_id,
         *run[:10],  # type: ignore[call-arg]
@@ -55,15 +90,22 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
         None if run[11] is None else bytes(run[11]),
         run[12],
         [entries[sequence] for sequence in sorted(entries)],
-        tags,
+        dict(tx.all(_TAGS, (run_id,))),
+        tuple(ReceivedSignal(number, name, freeze(bytes(payload))) for number, name, payload in tx.all(_SIGNALS, (run_id,))),
+        None if run[14] is None or run[16] is None else Parent(*run[14:19]),
+        run[13],
     )
 
 
-def step_entry(row: tuple[Any, ...]) -> StepEntry:
+def step_entry(row: tuple[Any, ...], wait: RetryWait | None = None) -> StepEntry:
     """A row of ``_STEPS`` as an entry."""
     sequence, actor, status, given_up, attempts, cycle, result, error, optional, comp_actor, ready, from_result, on_failure = (
-        row
+        row[:13]
     )
+    block, position, held_back, fallback, retry, group, parallel = row[13:]
+    extra = PLAIN
+    if block is not None or fallback is not None or retry is not None or group is not None:
+        extra = Extra(block, position, bool(held_back), _value(fallback), retry, wait, group, bool(parallel))
     return StepEntry(
         sequence,
         actor,
@@ -71,11 +113,34 @@ def step_entry(row: tuple[Any, ...]) -> StepEntry:
         bool(given_up),
         attempts,
         cycle,
-        None if result is None else freeze(bytes(result)),
+        _value(result),
         error,
         bool(optional),
         comp_actor,
         bool(ready),
         bool(from_result),
         bool(on_failure),
+        extra,
     )
+
+
+def child_entry(row: tuple[Any, ...], wait: RetryWait | None = None) -> ChildEntry:
+    """A row of ``_CHILDREN`` as an entry."""
+    sequence, workflow, child_id, status, close_policy, cycle, result, error, optional, comp_actor, ready, from_result = row[
+        :12
+    ]
+    block, position, retry, group, parallel = row[12:]
+    return ChildEntry(
+        sequence, workflow, child_id, status, close_policy, cycle, _value(result), error, bool(optional), comp_actor, bool(ready),
+        bool(from_result), Extra(block, position, False, None, retry, wait, group, bool(parallel)),
+    )  # fmt: skip
+
+
+def _recorded(sequence: int, kind: str, name: str, value: bytes) -> Entry:
+    if kind == "patch":
+        return PatchEntry(sequence, name)
+    return (SentSignalEntry if kind == "signal" else SideEffectEntry)(sequence, name, freeze(value))
+
+
+def _value(data: Any) -> Callable[[], Any] | None:
+    return None if data is None else freeze(bytes(data))

@@ -270,6 +270,7 @@ def build(database: Database, prefix: str) -> Models:
         sequence=integer(),
         block=integer(null=True),  # sequence of the block that this step belongs to
         position=integer(null=True),  # its place in that block
+        held_back=flag(),  # its block has as many members in flight as it may have (PAR-1)
         actor=ident(),
         queue=ident(),
         priority=integer(null=True),
@@ -322,6 +323,7 @@ def build(database: Database, prefix: str) -> Models:
         indexes=[
             index("action_live", "created_at", where=LIVE, leading="ended_at"),
             index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
+            index("action_block", "run_id", "block", where=f"block IS NOT NULL AND {LIVE}", leading="ended_at"),
         ],
     )
 
@@ -373,7 +375,9 @@ def build(database: Database, prefix: str) -> Models:
         key=by_sequence,
         run_id=ident(ID_LENGTH),
         sequence=integer(),
-        kind=ident(16),  # parallel | saga | level
+        kind=ident(16),  # parallel | saga
+        block=integer(null=True),  # sequence of the block that it is a member of
+        position=integer(null=True),
         size=integer(),
         policy=ident(24, null=True),
         max_in_flight=integer(null=True),
@@ -389,8 +393,9 @@ def build(database: Database, prefix: str) -> Models:
         key=by_sequence,
         run_id=ident(ID_LENGTH),
         sequence=integer(),
-        kind=ident(8),  # signal | timer | retry
+        kind=ident(8),  # signal | timer | retry: of the parked step or child at this sequence
         name=ident(null=True),
+        cycle=integer(default=0),  # how often it was opened before: a retry wait is opened again (RSIG-1)
         status=ident(16),
         due_at=ms(null=True),
         signal_id=BigIntegerField(null=True),
@@ -418,6 +423,7 @@ def build(database: Database, prefix: str) -> Models:
         indexes=[
             index("signal_run", "run_id", "name", "id"),
             index("signal_key", "run_id", "dedup_key", where="dedup_key IS NOT NULL", unique=True),
+            index("signal_open", "run_id", "id", where="status = 'received'", leading="status"),
         ],
     )
 
@@ -432,12 +438,17 @@ def build(database: Database, prefix: str) -> Models:
         position=integer(null=True),
         status=ident(16),
         close_policy=ident(8),
-        cycle=integer(default=0),
+        cycle=integer(default=0),  # child runs that were started here before this one (RSIG-4)
         optional=flag(),
         comp_actor=ident(null=True),
+        comp_from_result=flag(),
         comp_policy=ident(8, null=True),
+        comp_group=integer(null=True),
+        comp_parallel=flag(),
+        comp_reclaim_stale_after_seconds=integer(null=True),
         created_at=ms(),
         ended_at=ms(null=True),
+        options=text(null=True),  # JSON: how a run of it is started, again after a retry
         retry_policy=text(null=True),
         comp_options=text(null=True),
         error=text(null=True),
@@ -447,8 +458,12 @@ def build(database: Database, prefix: str) -> Models:
         checks=[
             one_of("status", *ChildStatus),
             one_of("close_policy", *ChildClosePolicy),
+            ("ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry'"),
         ],
-        indexes=[index("child_run", "child_id")],
+        indexes=[
+            index("child_run", "child_id"),
+            index("child_open", "run_id", "block", where=LIVE, leading="ended_at"),
+        ],
     )
 
     side_effects = table(
@@ -456,9 +471,13 @@ def build(database: Database, prefix: str) -> Models:
         key=by_sequence,
         run_id=ident(ID_LENGTH),
         sequence=integer(),
+        kind=ident(
+            8, default="value"
+        ),  # value | patch: a version gate that was passed (HISTORY-2) | signal: sent to another run
         name=ident(),
         created_at=ms(),
         value=payload(),
+        checks=[one_of("kind", "value", "patch", "signal")],
     )
 
     tags = table(

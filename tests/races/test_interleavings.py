@@ -1077,7 +1077,7 @@ def _add_sibling(tx: Any, run: str, sequence: int) -> None:
     """One more step like the first, as a parallel block has them."""
     columns = (
         "actor, queue, args, status, given_up, attempts, tries, claims, cycle, optional, comp_from_result, comp_on_self_failure, "
-        "comp_parallel, repair_attempts, created_at"
+        "comp_parallel, held_back, repair_attempts, created_at"
     )
     tx.run(
         f"INSERT INTO {{action_runs}} (run_id, sequence, {columns}) SELECT run_id, CAST(? AS INTEGER), {columns} FROM {{action_runs}} "

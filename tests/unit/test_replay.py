@@ -169,7 +169,7 @@ def test_without_a_recorder_a_new_side_effect_ends_the_walk(actors: dict[str, An
 
 def test_what_a_rival_has_recorded_counts(actors: dict[str, Any]) -> None:
     """SIDE-1: the recorder answers with what stands; the function goes on with that."""
-    decision = walk(lambda flow: flow.side_effect("dice", lambda: 1), [], record=lambda sequence, name, data: b"6")
+    decision = walk(lambda flow: flow.side_effect("dice", lambda: 1), [], record=lambda sequence, kind, name, data: b"6")
     assert decision.result == b"6"
 
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_recorder_leaves_the_walk_as_it_is(actors: dict[str, Any
     """NATIVE-7: whatever the function makes of it."""
     error = OSError("the store")
 
-    def record(sequence: int, name: str, data: bytes) -> bytes:
+    def record(sequence: int, kind: str, name: str, data: bytes) -> bytes:
         raise error
 
     def function(flow: Flow) -> Any:
@@ -252,7 +252,7 @@ def test_two_walks_of_one_history_give_one_decision(program: list[str], data: st
     history: list[Entry] = []
     expected: list[Any] = []
     for _ in range(len(program) + 1):
-        recorder = {"record": lambda sequence, name, data: data}
+        recorder = {"record": lambda sequence, kind, name, data: data}
         first, second = walk(function, list(history), **recorder), walk(function, list(history), **recorder)
         assert first == second
         if first.kind == "completed":

@@ -20,7 +20,7 @@ FLOW = {
 ACTION = {
     "run_id": "r", "sequence": 1, "actor": "a", "queue": "q", "status": "pending", "given_up": False, "attempts": 0, "tries": 0,
     "claims": 0, "cycle": 0, "optional": False, "comp_from_result": False, "comp_on_self_failure": False,
-    "comp_parallel": False, "repair_attempts": 0, "created_at": 1, "args": b"",
+    "comp_parallel": False, "held_back": False, "repair_attempts": 0, "created_at": 1, "args": b"",
 }  # fmt: skip
 MESSAGE = {
     "queue": "q", "state": 0, "priority": 0, "available_at": 0, "attempts": 0, "actor": "a", "message_id": "m",
@@ -129,7 +129,7 @@ def test_every_status_of_the_vocabulary_can_be_stored(store: Store) -> None:
         for index, child in enumerate(ChildStatus):
             row = {
                 "run_id": "r", "child_id": "c", "workflow": "w", "close_policy": "abandon", "cycle": 0, "optional": False,
-                "created_at": 0, "args": b"",
+                "comp_from_result": False, "comp_parallel": False, "created_at": 0, "ended_at": 2, "args": b"",
             }  # fmt: skip
             stored += insert(tx, "children", row, sequence=index, status=child)
         return stored
@@ -175,6 +175,9 @@ QUESTIONS = [
     ("SELECT id FROM {signals} WHERE run_id = ? AND name = ? AND status = 'received' ORDER BY id", "signal_run"),
     ("SELECT id FROM {signals} WHERE run_id = ? AND dedup_key = ?", "signal_key"),
     ("SELECT run_id FROM {children} WHERE child_id = ?", "child_run"),
+    (f"SELECT 1 FROM {{children}} WHERE run_id = ? AND block = ? AND {models.LIVE}", "child_open"),
+    (f"SELECT 1 FROM {{action_runs}} WHERE run_id = ? AND block IS NOT NULL AND block = ? AND {models.LIVE}", "action_block"),
+    ("SELECT id, name FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id", "signal_open"),
     ("SELECT run_id FROM {tags} WHERE name = ? AND value = ?", "tag_value"),
     ("SELECT id FROM {flow_events} WHERE run_id = ? ORDER BY id", "event_run"),
     ("SELECT id FROM {results} WHERE expires_at < ?", "result_expiry"),

@@ -112,8 +112,9 @@ def test_values_of_every_kind_come_back_as_they_were(store: Store) -> None:
 
 def test_flags_are_true_or_false_everywhere(store: Store) -> None:
     columns = "run_id, sequence, actor, queue, status, attempts, tries, claims, cycle, optional, comp_from_result, "
-    columns += "comp_on_self_failure, comp_parallel, repair_attempts, created_at, args, given_up"
-    insert = f"INSERT INTO {{action_runs}} ({columns}) VALUES ('r', ?, 'a', 'q', 'pending', 0, 0, 0, 0, ?, FALSE, FALSE, FALSE, 0, 0, ?, ?)"
+    columns += "comp_on_self_failure, comp_parallel, held_back, repair_attempts, created_at, args, given_up"
+    values = "'r', ?, 'a', 'q', 'pending', 0, 0, 0, 0, ?, FALSE, FALSE, FALSE, FALSE, 0, 0, ?, ?"
+    insert = f"INSERT INTO {{action_runs}} ({columns}) VALUES ({values})"
 
     def operation(tx: Tx) -> None:
         tx.run(insert, (1, False, b"", True))

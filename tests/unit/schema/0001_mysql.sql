@@ -40,6 +40,7 @@ CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL CO
     `sequence` INTEGER NOT NULL,
     `block` INTEGER,
     `position` INTEGER,
+    `held_back` BOOL NOT NULL,
     `actor` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `queue` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `priority` INTEGER,
@@ -83,7 +84,7 @@ CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL CO
     CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at));
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at), INDEX saga_action_block (ended_at, run_id, block));
 CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `level` INTEGER NOT NULL,
@@ -123,6 +124,8 @@ CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT N
 CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `kind` VARCHAR(16) NOT NULL COLLATE utf8mb4_bin,
+    `block` INTEGER,
+    `position` INTEGER,
     `size` INTEGER NOT NULL,
     `policy` VARCHAR(24) COLLATE utf8mb4_bin,
     `max_in_flight` INTEGER,
@@ -136,6 +139,7 @@ CREATE TABLE IF NOT EXISTS `saga_waits` (`run_id` VARCHAR(128) NOT NULL COLLATE 
     `sequence` INTEGER NOT NULL,
     `kind` VARCHAR(8) NOT NULL COLLATE utf8mb4_bin,
     `name` VARCHAR(191) COLLATE utf8mb4_bin,
+    `cycle` INTEGER NOT NULL,
     `status` VARCHAR(16) NOT NULL COLLATE utf8mb4_bin,
     `due_at` BIGINT,
     `signal_id` BIGINT,
@@ -153,7 +157,7 @@ CREATE TABLE IF NOT EXISTS `saga_signals` (`id` BIGINT AUTO_INCREMENT NOT NULL P
     `received_at` BIGINT NOT NULL,
     `ended_at` BIGINT,
     `payload` LONGBLOB NOT NULL,
-    CHECK ((status = 'received' OR status = 'consumed' OR status = 'cancelled')), INDEX saga_signal_run (run_id, name, id), UNIQUE INDEX saga_signal_key (run_id, dedup_key));
+    CHECK ((status = 'received' OR status = 'consumed' OR status = 'cancelled')), INDEX saga_signal_run (run_id, name, id), UNIQUE INDEX saga_signal_key (run_id, dedup_key), INDEX saga_signal_open (status, run_id, id));
 CREATE TABLE IF NOT EXISTS `saga_children` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `child_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
@@ -165,9 +169,14 @@ CREATE TABLE IF NOT EXISTS `saga_children` (`run_id` VARCHAR(128) NOT NULL COLLA
     `cycle` INTEGER NOT NULL,
     `optional` BOOL NOT NULL,
     `comp_actor` VARCHAR(191) COLLATE utf8mb4_bin,
+    `comp_from_result` BOOL NOT NULL,
     `comp_policy` VARCHAR(8) COLLATE utf8mb4_bin,
+    `comp_group` INTEGER,
+    `comp_parallel` BOOL NOT NULL,
+    `comp_reclaim_stale_after_seconds` INTEGER,
     `created_at` BIGINT NOT NULL,
     `ended_at` BIGINT,
+    `options` LONGTEXT,
     `retry_policy` LONGTEXT,
     `comp_options` LONGTEXT,
     `error` LONGTEXT,
@@ -176,13 +185,16 @@ CREATE TABLE IF NOT EXISTS `saga_children` (`run_id` VARCHAR(128) NOT NULL COLLA
     `result` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
     CHECK ((status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR status = 'completed' OR status = 'failed' OR status = 'expired' OR status = 'cancelled')),
-    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')), INDEX saga_child_run (child_id));
+    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')),
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry'), INDEX saga_child_run (child_id), INDEX saga_child_open (ended_at, run_id, block));
 CREATE TABLE IF NOT EXISTS `saga_side_effects` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
+    `kind` VARCHAR(8) NOT NULL COLLATE utf8mb4_bin,
     `name` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `created_at` BIGINT NOT NULL,
     `value` LONGBLOB NOT NULL, PRIMARY KEY (`run_id`,
-    `sequence`));
+    `sequence`),
+    CHECK ((kind = 'value' OR kind = 'patch' OR kind = 'signal')));
 CREATE TABLE IF NOT EXISTS `saga_tags` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `name` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `value` VARCHAR(191) COLLATE utf8mb4_bin, PRIMARY KEY (`run_id`,

@@ -48,6 +48,7 @@ CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL CO
     "sequence" INTEGER NOT NULL,
     "block" INTEGER,
     "position" INTEGER,
+    "held_back" BOOLEAN NOT NULL,
     "actor" VARCHAR(191) NOT NULL COLLATE "C",
     "queue" VARCHAR(191) NOT NULL COLLATE "C",
     "priority" INTEGER,
@@ -94,6 +95,7 @@ CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL CO
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0));
 CREATE INDEX IF NOT EXISTS saga_action_live ON saga_action_runs (created_at) WHERE ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_action_expiry ON saga_action_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_action_block ON saga_action_runs (run_id, block) WHERE block IS NOT NULL AND ended_at IS NULL;
 CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "level" INTEGER NOT NULL,
@@ -134,6 +136,8 @@ CREATE INDEX IF NOT EXISTS saga_comp_live ON saga_compensation_runs (created_at)
 CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "kind" VARCHAR(16) NOT NULL COLLATE "C",
+    "block" INTEGER,
+    "position" INTEGER,
     "size" INTEGER NOT NULL,
     "policy" VARCHAR(24) COLLATE "C",
     "max_in_flight" INTEGER,
@@ -147,6 +151,7 @@ CREATE TABLE IF NOT EXISTS "saga_waits" ("run_id" VARCHAR(128) NOT NULL COLLATE 
     "sequence" INTEGER NOT NULL,
     "kind" VARCHAR(8) NOT NULL COLLATE "C",
     "name" VARCHAR(191) COLLATE "C",
+    "cycle" INTEGER NOT NULL,
     "status" VARCHAR(16) NOT NULL COLLATE "C",
     "due_at" BIGINT,
     "signal_id" BIGINT,
@@ -169,6 +174,7 @@ CREATE TABLE IF NOT EXISTS "saga_signals" ("id" BIGSERIAL NOT NULL PRIMARY KEY,
     CHECK ((status = 'received' OR status = 'consumed' OR status = 'cancelled')));
 CREATE INDEX IF NOT EXISTS saga_signal_run ON saga_signals (run_id, name, id);
 CREATE UNIQUE INDEX IF NOT EXISTS saga_signal_key ON saga_signals (run_id, dedup_key) WHERE dedup_key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS saga_signal_open ON saga_signals (run_id, id) WHERE status = 'received';
 CREATE TABLE IF NOT EXISTS "saga_children" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "child_id" VARCHAR(128) NOT NULL COLLATE "C",
@@ -180,9 +186,14 @@ CREATE TABLE IF NOT EXISTS "saga_children" ("run_id" VARCHAR(128) NOT NULL COLLA
     "cycle" INTEGER NOT NULL,
     "optional" BOOLEAN NOT NULL,
     "comp_actor" VARCHAR(191) COLLATE "C",
+    "comp_from_result" BOOLEAN NOT NULL,
     "comp_policy" VARCHAR(8) COLLATE "C",
+    "comp_group" INTEGER,
+    "comp_parallel" BOOLEAN NOT NULL,
+    "comp_reclaim_stale_after_seconds" INTEGER,
     "created_at" BIGINT NOT NULL,
     "ended_at" BIGINT,
+    "options" TEXT,
     "retry_policy" TEXT,
     "comp_options" TEXT,
     "error" TEXT,
@@ -191,14 +202,18 @@ CREATE TABLE IF NOT EXISTS "saga_children" ("run_id" VARCHAR(128) NOT NULL COLLA
     "result" BYTEA, PRIMARY KEY ("run_id",
     "sequence"),
     CHECK ((status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR status = 'completed' OR status = 'failed' OR status = 'expired' OR status = 'cancelled')),
-    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')));
+    CHECK ((close_policy = 'abandon' OR close_policy = 'cancel' OR close_policy = 'fail')),
+    CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry'));
 CREATE INDEX IF NOT EXISTS saga_child_run ON saga_children (child_id);
+CREATE INDEX IF NOT EXISTS saga_child_open ON saga_children (run_id, block) WHERE ended_at IS NULL;
 CREATE TABLE IF NOT EXISTS "saga_side_effects" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
+    "kind" VARCHAR(8) NOT NULL COLLATE "C",
     "name" VARCHAR(191) NOT NULL COLLATE "C",
     "created_at" BIGINT NOT NULL,
     "value" BYTEA NOT NULL, PRIMARY KEY ("run_id",
-    "sequence"));
+    "sequence"),
+    CHECK ((kind = 'value' OR kind = 'patch' OR kind = 'signal')));
 CREATE TABLE IF NOT EXISTS "saga_tags" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "name" VARCHAR(191) NOT NULL COLLATE "C",
     "value" VARCHAR(191) COLLATE "C", PRIMARY KEY ("run_id",

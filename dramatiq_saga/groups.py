@@ -1,0 +1,211 @@
+"""Blocks of steps as a workflow function builds them: :class:`ParallelBuilder` and :class:`SagaBuilder`.
+
+A block takes a sequence of its own, which records its kind and size (C19), and its members take those that follow, in the order
+given. What is done about the rows of a block while they run is ``engine/blocks.py``; here is only what a replay makes of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from .builders import State
+from .engine.rows import ALONE, Scope
+from .statuses import CompensationFailurePolicy, ParallelFailurePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .builders import Member
+    from .engine.replay import Replay
+    from .engine.rows import BlockEntry
+
+T = TypeVar("T")
+
+
+class _Block:
+    """What both kinds of block have in common: members that were handed over and belong to it from then on."""
+
+    what: str
+
+    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+        self._replay = replay
+        self._built = True
+        for position, member in enumerate(members):
+            if not hasattr(member, "_step_into"):
+                raise TypeError(
+                    f"{self.what}() takes builders, flow.action(...) for example; number {position + 1} is {type(member).__name__}"
+                )
+            if isinstance(member, SagaBuilder):
+                raise TypeError(
+                    f"{self.what}() does not take a saga() group: its steps run one after another; give the steps, or parallel() inside saga()"
+                )
+            if member._built:
+                raise TypeError(
+                    f"{self.what}(): {member._describe()}, number {position + 1}, was run before or belongs to another block"
+                )
+        for member in members:
+            member._built = True
+        self._members = list(members)
+        self._built = False
+
+    def _describe(self) -> str:
+        return f"{self.what}() of {len(self._members)}"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_built", True):
+            self._replay.builder_dropped(self._describe())
+
+
+class ParallelBuilder(_Block, Generic[T]):
+    """Steps that run at the same time (PAR-1 ... PAR-4). Every method returns the builder; :meth:`run` comes last."""
+
+    what = "parallel"
+
+    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+        self._policy: str | None = None
+        self._max_in_flight: int | None = None
+        super().__init__(replay, members)
+
+    def fail_fast(self) -> Self:
+        """The first hard failure cancels the members that are not running; those that run finish first (PAR-4)."""
+        self._policy = ParallelFailurePolicy.FAIL_FAST.value
+        return self
+
+    def wait_all_then_fail(self) -> Self:
+        """Every member is settled before a failure counts (PAR-4)."""
+        self._policy = ParallelFailurePolicy.WAIT_ALL_THEN_FAIL.value
+        return self
+
+    def max_in_flight(self, n: int) -> Self:
+        """How many members may be waiting for a worker or running at the same time (PAR-1)."""
+        if n < 1:
+            self._built = True
+            raise ValueError(f"max_in_flight() takes a number of at least 1, not {n!r}")
+        self._max_in_flight = n
+        return self
+
+    def run(self) -> T:
+        """The members' results, in the order given, once all of them are there.
+
+        Raises:
+          StepFailedError, StepExpiredError, ChildError: of the first member in that order that failed.
+        """
+        self._built = True
+        replay = self._replay
+        replay.check()
+        state = self._step_into(ALONE)
+        if state is None:
+            raise replay.suspend()
+        result: T = state.conclude(replay)
+        return result
+
+    def _step_into(self, scope: Scope) -> State | None:
+        replay, size = self._replay, len(self._members)
+        entry = replay.recorded_block(self.what, size)
+        if entry is None:
+            policy = self._policy or str(replay.settings.parallel.default_failure_policy)
+            entry = replay.add_block(self.what, size, policy=policy, max_in_flight=self._max_in_flight, scope=scope)
+            limit = size if self._max_in_flight is None else self._max_in_flight
+            new = [
+                member._step_into(_within(entry, scope, position, held_back=position >= limit))
+                for position, member in enumerate(self._members)
+            ]
+            return (
+                None
+                if any(state is None for state in new)
+                else self._joined(entry, [state for state in new if state is not None])
+            )
+        found = [member._step_into(_within(entry, scope, position)) for position, member in enumerate(self._members)]
+        assert None not in found, "a block is recorded with all of its members"
+        return self._joined(entry, [state for state in found if state is not None])
+
+    def _joined(self, entry: BlockEntry, states: list[State]) -> State:
+        """Where the block stands, by where its members stand; the rows decide, never a counter (PAR-2)."""
+        live = [state for state in states if state.live]
+        failed = next((state.error for state in states if state.error is not None), None)
+        if failed is not None and entry.policy == ParallelFailurePolicy.FAIL_FAST and any(state.idle for state in live):
+            self._replay.cancel_members(entry.sequence)
+        if live:
+            return State(None, outside=all(state.outside for state in live), live=True)
+        if failed is not None:
+            return State(None, error=failed)
+        values = [state.value for state in states]
+        if None in values:  # cancelled without a failure beside it: by an operator's hand
+            return State(None, outside=True, live=False)
+        return State(None, value=lambda: [value() for value in values if value is not None])
+
+
+class SagaBuilder(_Block, Generic[T]):
+    """Steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
+
+    what = "saga"
+
+    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+        self._comp_policy: str | None = None
+        self._parallel: bool | None = None
+        self._on_self_failure: bool | None = None
+        super().__init__(replay, members)
+
+    def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
+        """What a failing compensation of the group does to the rest of the rollback; a step's own word comes first (COMP-4)."""
+        self._comp_policy = CompensationFailurePolicy(policy).value
+        return self
+
+    def compensate_in_parallel(self, flag: bool = True) -> Self:
+        """Undo the group's steps at the same time, as one level of the rollback (COMP-5)."""
+        self._parallel = flag
+        return self
+
+    def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
+        """Undo also the step of the group that failed, or of which nobody knows how it ended (COMP-5)."""
+        self._on_self_failure = flag
+        return self
+
+    def run(self) -> list[T]:
+        """The results of the steps, in the order given.
+
+        Raises:
+          StepFailedError, StepExpiredError: of the first step that failed; those after it are not started.
+        """
+        self._built = True
+        replay = self._replay
+        replay.check()
+        state = self._step_into(ALONE)
+        if state is None:
+            raise replay.suspend()
+        result: list[T] = state.conclude(replay)
+        return result
+
+    def _step_into(self, scope: Scope) -> State | None:
+        replay, size = self._replay, len(self._members)
+        entry = replay.recorded_block(self.what, size)
+        if entry is None:
+            entry = replay.add_block(self.what, size, policy=self._comp_policy, max_in_flight=None, scope=scope)
+        parallel = replay.settings.sagas.parallel_compensation if self._parallel is None else self._parallel
+        inner = Scope(
+            comp_group=entry.sequence,
+            comp_parallel=parallel,
+            comp_policy=self._comp_policy,
+            comp_on_self_failure=self._on_self_failure,
+        )
+        values: list[Any] = []
+        for member in self._members:
+            state = member._step_into(inner)
+            if state is None:
+                return None
+            if state.value is None:
+                return state
+            values.append(state.value)
+        return State(None, value=lambda: [value() for value in values])
+
+
+def _within(entry: BlockEntry, scope: Scope, position: int, *, held_back: bool = False) -> Scope:
+    return Scope(
+        entry.sequence,
+        position,
+        held_back,
+        scope.comp_group,
+        scope.comp_parallel,
+        scope.comp_policy,
+        scope.comp_on_self_failure,
+    )

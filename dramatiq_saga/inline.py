@@ -17,13 +17,14 @@ from .engine import drive as drives
 from .engine import runs
 from .engine.sender import InlineSender
 from .errors import SagaError, UnknownActorError, WouldBlockError
-from .step import Delivery, Runner
+from .step import Delivery
 
 if TYPE_CHECKING:
     from dramatiq import Actor, Broker
 
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
+    from .step import Runner
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
 _OPEN = (
@@ -54,7 +55,7 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     sender = InlineSender()
     if not runs.start(engine, new, sender):
         return
-    runner = Runner(engine, broker, sender, inline=True)
+    runner = middleware.runner(broker).inlined(sender)
     while sender.queue:
         run_message(runner, sender.queue.popleft())
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))

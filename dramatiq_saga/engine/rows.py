@@ -115,10 +115,11 @@ class SentSignalEntry:
 
 @dataclass(frozen=True, slots=True)
 class PatchEntry:
-    """A version gate that the run has passed on the new side (HISTORY-2)."""
+    """A change of the workflow, and whether the run goes the new way there (HISTORY-2)."""
 
     sequence: int
     name: str
+    value: bool
     kind = "patch"
     is_live = False
 

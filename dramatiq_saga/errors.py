@@ -510,7 +510,18 @@ class BuilderNotRunError(SagaError):
 
 
 class RetryPolicyReentryError(SagaError):
-    """A retry policy's predicate tried to change a run."""
+    """A retry policy's predicate tried to change a run; the run is held until the code is mended (RSIG-3)."""
+
+    def __init__(self, what: str, asked_about: str) -> None:
+        super().__init__(what, asked_about)
+        self.what = what
+        self.asked_about = asked_about
+
+    def __str__(self) -> str:
+        return (
+            f"when() of the retry policy of {self.asked_about} is not the place for {self.what}: it says whether a failure may be "
+            "retried, from its RetryContext alone; nothing was changed"
+        )
 
 
 # --- recorded on rows ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..store.trouble import is_trouble
 from . import decision as decisions
 from . import notify, rollback, runs, undoing
 from .replay import HoldRun, MovedOn, Replay, replay
-from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Failure, Outgoing, Snapshot, StepEntry
 from .snapshot import load
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -141,10 +141,21 @@ def _calm(sender: Sender, delivery: object | None) -> None:
 
 def remember(engine: Engine, snapshot: Snapshot, decision: Decision, context: Replay) -> None:
     """Keep the run as it stands now that ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    if decision.more is not None:
+        for failure in decision.more.failures:
+            _journal(engine, snapshot.run_id, failure)
     if decision.more is not None and decision.more.cancelled:
         engine.cache.drop(snapshot.run_id)  # which members were cancelled, only the rows can tell
     else:
         engine.cache.put(advanced(snapshot, decision, context))
+
+
+def _journal(engine: Engine, run_id: str, failure: Failure) -> None:
+    """A retry policy whose predicate raised has said no, and that is now recorded (RSIG-3)."""
+    entry = failure.entry
+    if failure.threw is not None:
+        row, name = ("action", entry.actor) if isinstance(entry, StepEntry) else ("child", entry.workflow)
+        engine.anomalies.retry_policy_threw(row=row, run_id=run_id, sequence=entry.sequence, actor=name, error=failure.threw)
 
 
 def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:

@@ -1,0 +1,177 @@
+"""Retry on signal: what failed for good waits for a signal, and runs again in its row when that comes (RSIG-1 … RSIG-4).
+
+The fence writes a failure for good as ``failed``; what comes of it is decided by the replay that sees it first, because ``only`` and
+``when`` are code, and it is decided once: the decision parks the row, runs it again for a signal that has come already, or settles the
+failure, and writes into the stored policy why its retries are over. A replay that finds any of these asks nobody again.
+
+Signal, budget and wait are those that were stored when the step was scheduled. Who else may be here: the timeout of the same wait (one
+conditional ``UPDATE``, one winner), the end of the run (which closes the wait), another decision. Proven by
+``tests/conformance/engine/test_retry_on_signal.py`` and ``tests/races/test_retry_on_signal.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..codec import load_error
+from ..errors import FlowError, ResultNotSerializableError, StepFailedError, qualified_name
+from .rows import ChildEntry, ReceivedSignal, StepEntry
+
+if TYPE_CHECKING:
+    from .replay import Replay
+
+_DONE_ALREADY = qualified_name(ResultNotSerializableError)
+
+#: Why a row is not run again, as its stored policy says it.
+SPENT = "spent"  # its budget is
+REFUSED = "refused"  # by ``only`` or ``when``
+THREW = "threw"  # ``when`` did, which counts as no
+DONE_ALREADY = "done_already"  # its work is done, only the result could not be kept (CODEC-2)
+TIMED_OUT = "timed_out"  # no signal came in time
+WITHDRAWN = "withdrawn"  # its wait was closed by somebody else
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The part of a policy that is kept with the row."""
+
+    signal: str
+    max_retries: int | None = None
+    wait_ms: int | None = None
+    over: str | None = None  # why nothing will run it again, once that is so
+
+    @classmethod
+    def read(cls, text: str) -> Stored:
+        return cls(**json.loads(text))
+
+    def text(self) -> str:
+        """As the row holds it."""
+        return json.dumps(
+            {"signal": self.signal, "max_retries": self.max_retries, "wait_ms": self.wait_ms}
+            | ({} if self.over is None else {"over": self.over}),
+            ensure_ascii=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetryContext:
+    """What a policy's ``when`` is asked with, once per failure.
+
+    ``actor_name`` is the child's workflow for a child, and ``child_run_id`` the run that failed. ``cycles_spent`` counts the signals
+    that have run it again before, out of ``cap`` (``None``: no limit); ``executions`` counts how often it was begun in all, tries
+    included. ``failure`` is the error that the workflow would see.
+    """
+
+    run_id: str
+    workflow_name: str
+    actor_name: str
+    sequence: int
+    signal: str
+    cycles_spent: int
+    cap: int | None
+    executions: int
+    failure: FlowError
+    child_run_id: str | None = None
+
+
+class Rule(Protocol):
+    """The part of a policy that is code."""
+
+    @property
+    def only(self) -> Any: ...  # exception classes, or None
+    @property
+    def when(self) -> Callable[[RetryContext], Any] | None: ...
+
+
+def look(
+    replay: Replay,
+    entry: StepEntry | ChildEntry,
+    rule: Rule | None,
+    *,
+    failure: Callable[[], FlowError],
+    again: Callable[[ReceivedSignal | None], StepEntry | ChildEntry] | None = None,
+) -> StepEntry | ChildEntry:
+    """``entry`` as it stands once its retries on signal have had their say; what this changes is part of the decision (RSIG-2).
+
+    ``failure`` makes the error that the function would see. ``again`` has it run once more, where that takes more than
+    ``replay.retry`` knows: a child needs a new run.
+    """
+    if entry.extra.retry is None:
+        return entry
+    stored = Stored.read(entry.extra.retry)
+    run_again = again or (lambda signal: replay.retry(entry, signal))
+    if entry.status == "awaiting_retry":
+        wait = entry.extra.wait
+        if wait is None or wait.status == "waiting":
+            return entry
+        if wait.status == "consumed":
+            return run_again(None)
+        return _over(replay, entry, stored, TIMED_OUT if wait.status == "timed_out" else WITHDRAWN)
+    if stored.over is not None or not _failed(entry):
+        return entry
+    over, threw = _refusal(replay, entry, stored, rule, failure)
+    if over is not None:
+        return _over(replay, entry, stored, over, threw=threw)
+    signal = replay.take_signal(stored.signal)
+    if signal is not None:
+        return run_again(signal)
+    return replay.park(entry, stored.signal, None if stored.wait_ms is None else replay.now + stored.wait_ms)
+
+
+def _failed(entry: StepEntry | ChildEntry) -> bool:
+    return entry.status == "failed" and (isinstance(entry, ChildEntry) or entry.given_up)
+
+
+def _over(
+    replay: Replay, entry: StepEntry | ChildEntry, stored: Stored, over: str, *, threw: Exception | None = None
+) -> StepEntry | ChildEntry:
+    """The next layers: the fallback of an optional step, or the failure."""
+    status = "optional_failed" if entry.optional and isinstance(entry, StepEntry) else "failed"
+    return replay.settle_failed(entry, status, policy=replace(stored, over=over).text(), threw=threw)
+
+
+def _refusal(
+    replay: Replay, entry: StepEntry | ChildEntry, stored: Stored, rule: Rule | None, failure: Callable[[], FlowError]
+) -> tuple[str | None, Exception | None]:
+    """Why it may not wait for its signal, if it may not; with what ``when`` raised."""
+    if stored.max_retries is not None and entry.cycle >= stored.max_retries:
+        return SPENT, None
+    if entry.error is not None and load_error(entry.error)["type"] == _DONE_ALREADY:
+        return DONE_ALREADY, None
+    only = rule.only if rule is not None else None
+    error = failure()
+    if only is not None and not any(_is_a(error, cls) for cls in only):
+        return REFUSED, None
+    when = rule.when if rule is not None else None
+    if when is None:
+        return None, None
+    try:
+        with replay.judging(entry):
+            wanted = bool(when(_context(replay, entry, stored, error)))
+    except Exception as raised:
+        if replay.error is not None:
+            raise
+        return THREW, raised
+    if replay.error is not None:
+        raise replay.error  # whatever the predicate made of it
+    return None if wanted else REFUSED, None
+
+
+def _is_a(error: FlowError, cls: type[BaseException]) -> bool:
+    """By the recorded names of the failure's class and its bases (RSIG-3), or by what the function would see of it."""
+    return isinstance(error, cls) or (isinstance(error, StepFailedError) and error.is_a(cls))
+
+
+def _context(replay: Replay, entry: StepEntry | ChildEntry, stored: Stored, error: FlowError) -> RetryContext:
+    snapshot = replay.snapshot
+    if isinstance(entry, ChildEntry):
+        name, executions, child_id = entry.workflow, entry.cycle + 1, entry.child_id
+    else:
+        name, executions, child_id = entry.actor, entry.attempts, None
+    return RetryContext(
+        snapshot.run_id, snapshot.workflow, name, entry.sequence, stored.signal, entry.cycle, stored.max_retries, executions, error,
+        child_id,
+    )  # fmt: skip

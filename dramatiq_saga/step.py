@@ -30,7 +30,7 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .engine import drive as drives
-from .engine import fence, rollback, runs
+from .engine import fence, runs, undoing
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
@@ -306,13 +306,15 @@ class Runner:
             lambda tx: tx.one(f"SELECT error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
         )
         text = row[0] if row is not None else None
-        self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        landed = self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        if not landed and job.kind == "step":
+            undoing.body_reported(self.engine, claim, self.sender)
         if job.kind == "step":
             outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
-            rollback.settle(
-                self.engine, rollback.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
+            undoing.settle(
+                self.engine, undoing.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
             )
         delivery.state = "done"
 
@@ -365,7 +367,7 @@ class Runner:
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
-            rollback.settle(self.engine, rollback.completed(claim), self.sender, delivery.message)
+            undoing.settle(self.engine, undoing.completed(claim), self.sender, delivery.message)
             delivery.state = "done"
             return
         try:
@@ -394,7 +396,7 @@ class Runner:
         if claim.job.kind == "step":
             fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
         else:
-            rollback.settle(self.engine, replace(rollback.failed(claim, text), exception=error), self.sender, delivery.message)
+            undoing.settle(self.engine, replace(undoing.failed(claim, text), exception=error), self.sender, delivery.message)
         delivery.state = "done"
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
@@ -424,18 +426,21 @@ class Runner:
 
         broker: Any = self.broker
         message: Any = delivery.message
+        job = claim.job
 
         def part() -> None:
             now = self.engine.now()
             # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
             again = broker.prepare(message) if self.sender.joins and not message.settled else None
 
-            def operation(tx: Tx) -> None:
-                give_back(tx, self.engine, claim, now=now)
+            def operation(tx: Tx) -> bool:
+                landed = give_back(tx, self.engine, claim, now=now)
                 if again is not None:
                     broker.stage(tx, again, message.reservation)
+                return landed
 
-            self.engine.store.write(operation)
+            if not self.engine.store.write(operation) and job.kind == "step":
+                undoing.body_reported(self.engine, claim, self.sender)
             if again is not None:
                 broker.announce([again])
             self._put_back_after(delivery, 0)
@@ -456,7 +461,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.run_status == "rolling_back":
+            if lost.undoing:
                 self._go_on_rolling_back(lost)
             elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
                 self.wake(job.run_id)
@@ -475,10 +480,10 @@ class Runner:
         job = lost.job
         vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
         if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
-            outcome = rollback.unfinished(job, lost.actor or "", lost.attempts or 0)
-            rollback.settle(self.engine, outcome, self.sender, None)
+            outcome = undoing.unfinished(job, lost.actor or "", lost.attempts or 0)
+            undoing.settle(self.engine, outcome, self.sender, None)
         else:
-            rollback.advance(self.engine, job.run_id, self.sender, None)
+            undoing.advance(self.engine, job.run_id, self.sender, None)
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
@@ -568,8 +573,8 @@ class Runner:
                 outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), delivery.interrupts)
@@ -587,8 +592,8 @@ class Runner:
                 outcome = fence.Outcome("refused", job, actor, run[0], run[1], job.attempts, error=text, exception=error)
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), [])

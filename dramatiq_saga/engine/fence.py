@@ -24,7 +24,7 @@ from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
-from . import drive, notify, rollback
+from . import drive, notify, rollback, undoing
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
@@ -63,7 +63,10 @@ _FAIL_TRY = (
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
-_FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs")
+# An undo that its level has left behind was given up while it ran (PAR-3): with this failure it has its end.
+_FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs").replace(
+    "next_try_at = ?", "next_try_at = ?, ended_at = CASE WHEN given_up = TRUE THEN ? ELSE NULL END"
+)
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
@@ -284,7 +287,7 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
     """Journal a refused report, hand it to listeners, and let an undo that waited for it go (COMP-9)."""
     if outcome.kind in ("completed", "failed"):
         notify.step_rejected(engine, outcome)
-        rollback.body_reported(engine, outcome.job.run_id, outcome.job.sequence, sender)
+        undoing.body_reported(engine, outcome, sender)
     else:
         engine.anomalies.write_refused(
             site=outcome.kind, row="action", run_id=outcome.job.run_id, sequence=outcome.job.sequence, actor=outcome.actor,
@@ -305,7 +308,13 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
-        if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
+        # Who else may be here: a rollback's plan that found the step at work. The run's row first (DRIVE-7), so the plan either sees
+        # this failure and is drafted again, or has settled the step, and this report is refused.
+        # test_a_plan_loses_to_a_failed_try_that_lands_while_it_is_written
+        if tx.dialect != "sqlite":
+            tx.one(_LOCK_RUN, (job.run_id,))
+        moments = (now,) if job.kind == "step" else (now, now)
+        if tx.run(sql, (error, *moments, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
         row = tx.one(f"SELECT status, attempts FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))

@@ -46,6 +46,7 @@ WRITES = {
     "cancel": "_end_cancelled.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
+    "resume": "_resume_once.<locals>.operation",
     "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
     "start": "start.<locals>.operation",

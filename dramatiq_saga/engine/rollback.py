@@ -198,7 +198,8 @@ def _undoes(entry: StepEntry, on_self_failure: bool) -> str | None:
     if entry.status == "completed":
         return "completed"
     kind = load_error(entry.error)["type"].rsplit(".", 1)[-1] if entry.error else ""
-    if entry.status == "failed" and entry.given_up and kind == "ResultNotSerializableError":
+    for_good = entry.status == "optional_failed" or (entry.status == "failed" and entry.given_up)
+    if for_good and kind == "ResultNotSerializableError":
         return "completed"  # CODEC-2: the work was done, only its result could not be kept
     if not on_self_failure:
         return None

@@ -2,6 +2,7 @@
 
 from .engine.retry_on_signal import RetryContext
 from .errors import (
+    CannotSignalFlowError,
     FlowCancelledError,
     FlowError,
     FlowExpiredError,
@@ -13,6 +14,7 @@ from .errors import (
     RunConflictError,
     SagaError,
     SettingsError,
+    SignalTimeoutError,
     StepExpiredError,
     StepFailedError,
 )
@@ -38,6 +40,7 @@ from .workflow import Workflow, workflow
 
 __all__ = [
     "ActionStatus",
+    "CannotSignalFlowError",
     "ChildClosePolicy",
     "ChildStatus",
     "CompensationFailurePolicy",
@@ -64,6 +67,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SignalStatus",
+    "SignalTimeoutError",
     "Step",
     "StepExpiredError",
     "StepFailedError",

@@ -301,6 +301,16 @@ class CannotSignalRollingBackFlowError(CannotSignalFlowError):
     """The run is being undone."""
 
 
+class NothingAwaitsRetryError(CannotSignalFlowError):
+    """``signal_retry()`` on a run of which nothing is parked for a signal now; nothing was written (RSIG-1)."""
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id} is {self.status}, and no step or child of it waits for a signal to be retried: look at it with show; "
+            "a signal that is sent by its name, signal(name), is kept for a failure that comes later"
+        )
+
+
 class SignalKeyConflictError(SagaError, ValueError):
     """A signal's key was given before, to a signal of another name to the same run; nothing was written (SIG-3)."""
 

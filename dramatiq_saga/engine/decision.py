@@ -331,7 +331,7 @@ def _more_events(more: More) -> list[history.Line]:
     for retry in more.retries:
         entry, signal = retry.entry, retry.signal
         if signal is not None:
-            lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=entry.sequence, name=signal.name))
+            lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=entry.sequence, name=signal.name, about=signal.id))
         word = history.ACTION_RETRIED if isinstance(entry, StepEntry) else history.CHILD_RETRIED
         name = Stored.read(entry.extra.retry).signal if entry.extra.retry is not None else None
         lines.append(history.Line(word, sequence=entry.sequence, name=_name(entry), detail=name))

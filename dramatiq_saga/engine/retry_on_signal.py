@@ -17,11 +17,30 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..codec import load_error
-from ..errors import FlowError, ResultNotSerializableError, StepFailedError, qualified_name
+from ..errors import (
+    FlowError,
+    FlowNotFoundError,
+    NothingAwaitsRetryError,
+    ResultNotSerializableError,
+    StepFailedError,
+    qualified_name,
+)
+from ..journal import history
+from . import signals
 from .rows import ChildEntry, ReceivedSignal, StepEntry
 
 if TYPE_CHECKING:
+    from ..store.database import Tx
+    from .core import Engine, Sender
     from .replay import Replay
+
+_RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
+_LOCK = "SELECT status FROM {flow_runs} WHERE id = ?{for_update}"
+_OPEN = (
+    "SELECT sequence, name, cycle FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting' "
+    "AND (due_at IS NULL OR due_at > ?) ORDER BY sequence{for_update}"
+)
+_WAKE = "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) WHERE id = ?"
 
 _DONE_ALREADY = qualified_name(ResultNotSerializableError)
 
@@ -175,3 +194,56 @@ def _context(replay: Replay, entry: StepEntry | ChildEntry, stored: Stored, erro
         snapshot.run_id, snapshot.workflow, name, entry.sequence, stored.signal, entry.cycle, stored.max_retries, executions, error,
         child_id,
     )  # fmt: skip
+
+
+# --- by an operator's hand -------------------------------------------------------------------------------------------
+
+
+def answer_all(engine: Engine, run_id: str, sender: Sender) -> int:
+    """Signal every step and child of a run that is parked, each with a signal of the name that it waits for; how many there were.
+
+    One transaction: all of them, or none. Another wait for a signal of such a name is left alone.
+
+    Raises:
+      FlowNotFoundError: there is no such run.
+      CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: it takes no signals now.
+      NothingAwaitsRetryError: nothing is parked.
+      MessageNotSentError: they are signalled, and the broker did not take the message that has the run driven.
+    """
+    run = engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
+    if run is None:
+        raise FlowNotFoundError(run_id)
+    outbox = sender.outbox(None)
+    outbox.load([signals.drive_message(run_id, run)])
+
+    def operation(tx: Tx) -> tuple[str, list[signals.Signal]]:
+        locked = tx.one(_LOCK, (run_id,))  # DRIVE-7: the run's row first
+        status = str(locked[0]) if locked is not None else signals.MISSING
+        if status not in signals.SIGNALABLE:
+            return status, []
+        now = engine.now()
+        answer, sent = signals.Answer(), []
+        # Who else may be here: the timeout of such a wait. It changes the same row by its status, and one of the two changes nothing.
+        # test_a_signal_and_the_timeout_of_a_parked_step_have_one_winner
+        for sequence, name, cycle in tx.all(_OPEN, (run_id, now)):
+            signal = signals.Signal(run_id, name, b"null")
+            number = signals.insert(tx, signal, now)
+            signals.meet(tx, signal, number, sequence=sequence, cycle=cycle, now=now)
+            sent.append(signal)
+            answer.lines += [
+                history.Line(history.SIGNAL_RECEIVED, name=name, payload=signal.payload, about=number),
+                history.Line(history.SIGNAL_CONSUMED, sequence=sequence, name=name, about=number),
+            ]
+        if sent:
+            tx.run(_WAKE, (now, run_id))
+            engine.record(tx, run_id, now, answer.lines)
+            outbox.stage(tx)
+            signals.tell_after_commit(tx, engine, run_id, str(run[0]), answer)
+        return status, sent
+
+    engine.cache.drop(run_id)
+    status, sent = engine.write(operation, outbox)
+    if not sent:
+        raise NothingAwaitsRetryError(run_id, status) if status in signals.SIGNALABLE else signals.refusal(run_id, status)
+    signals.leave(outbox, sent[0])
+    return len(sent)

@@ -12,6 +12,7 @@ from dramatiq_saga import Flow, RetryContext, RetryPolicy, Settings, StepFailedE
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import signals
 from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.workflow import workflows_of
 from tests.support.bench import Bench
 
 Declare = Callable[[Bench], None]
@@ -313,7 +314,10 @@ def test_a_second_park_waits_its_whole_time_again(bench_here: MakeBench) -> None
 def test_an_optional_step_falls_back_when_its_signals_are_over(bench_on: MakeBench) -> None:
     """RSIG-2, OPT-1: the fallback comes after the retries on signal, and only then is the row optional_failed."""
     bench = bench_on(
-        shop(Card(Declined("1"), Declined("2")), describe=lambda step: waiting(max_retries=1)(step).fallback_value_on_fail("owed"))
+        shop(
+            Card(Declined("1"), Declined("2")),
+            describe=lambda step: waiting(max_retries=1)(step).fallback_value_on_fail("owed"),
+        )
     )
     run_id = parked(bench)
     signal(bench, run_id)
@@ -344,9 +348,7 @@ def test_work_whose_result_cannot_be_stored_is_not_done_again(bench_here: MakeBe
     def declare(bench: Bench) -> None:
         charge = bench.actor(lambda: float("nan"), actor_name="charge")
         refund = bench.actor(lambda: None, actor_name="refund")
-        bench.workflow(
-            lambda flow: flow.action(charge).compensate_with(refund).retry_on_signal("top-up").run(), name="order"
-        )
+        bench.workflow(lambda flow: flow.action(charge).compensate_with(refund).retry_on_signal("top-up").run(), name="order")
 
     bench = bench_here(declare)
     run_id = bench.start("order")
@@ -460,6 +462,10 @@ def test_a_predicate_that_raises_counts_as_no_and_is_journalled(bench_on: MakeBe
     assert code == "retry_policy_threw"
     assert (fields["row"], fields["run_id"], fields["sequence"], fields["actor"]) == ("action", run_id, 2, "charge")
     assert repr(fields["error"]) == "LookupError('no such account')"
+
+
+def workflow_of(bench: Bench) -> Any:
+    return workflows_of(bench.broker)["order"]
 
 
 ACTS: dict[str, Callable[[Bench, str], Any]] = {

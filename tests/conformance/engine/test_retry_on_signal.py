@@ -8,12 +8,25 @@ from typing import Any
 
 import pytest
 
-from dramatiq_saga import Flow, RetryContext, RetryPolicy, Settings, StepFailedError, current_step, get_flow
+from dramatiq_saga import (
+    Flow,
+    FlowNotFoundError,
+    RetryContext,
+    RetryPolicy,
+    Settings,
+    StepFailedError,
+    current_step,
+    events,
+    get_flow,
+)
 from dramatiq_saga.clock import ManualClock
-from dramatiq_saga.engine import signals
+from dramatiq_saga.engine import retry_on_signal, signals
 from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.errors import CannotSignalTerminalFlowError, NothingAwaitsRetryError, WouldBlockError
 from dramatiq_saga.workflow import workflows_of
+from tests.support.application import Application
 from tests.support.bench import Bench
+from tests.support.waiting import eventually
 
 Declare = Callable[[Bench], None]
 MakeBench = Callable[..., Bench]
@@ -579,3 +592,152 @@ def test_a_policy_bundles_the_arguments(bench_here: MakeBench) -> None:
     signal(bench, run_id)
     bench.run()
     assert bench.status(run_id) == "failed"
+
+
+# --- signal_retry ----------------------------------------------------------------------------------------------------
+
+
+def answer_all(bench: Bench, run_id: str) -> int:
+    """What ``FlowHandle.signal_retry`` calls, with the messages in the test's hands."""
+    return retry_on_signal.answer_all(bench.engine, run_id, bench.sender)
+
+
+def two_parked(bench: Bench) -> None:
+    """Two charges, each with a signal of its own."""
+    first = bench.actor(Card(Declined("1")).charge, actor_name="first")
+    second = bench.actor(Card(Declined("2")).charge, actor_name="second")
+
+    def order(flow: Flow) -> Any:
+        flow.action(first).retry_on_signal("top-up").run()
+        flow.action(second).retry_on_signal("new-card").run()
+
+    bench.workflow(order, name="order")
+
+
+def test_signal_retry_answers_what_is_parked(bench_on: MakeBench) -> None:
+    """RSIG-1, API signal_retry: whatever the signal is called; the history tells of it as of any signal."""
+    bench = bench_on(two_parked)
+    run_id = bench.start("order")
+    bench.run()
+    assert answer_all(bench, run_id) == 1
+    bench.run()
+    assert bench.steps(run_id) == [("first", "completed"), ("second", "awaiting_retry")]
+    assert answer_all(bench, run_id) == 1
+    bench.run()
+    assert bench.status(run_id) == "completed"
+    handle = get_flow(run_id, broker=bench.broker)
+    assert [signal.name for signal in handle.signals()] == ["top-up", "new-card"]
+    assert {signal.status for signal in handle.signals()} == {"consumed"}
+    told = [kind for kind in bench.events(run_id) if kind.startswith("signal.")]
+    assert told == ["signal.received", "signal.consumed"] * 2
+
+
+def test_signal_retry_is_refused_where_nothing_is_parked(bench_on: MakeBench) -> None:
+    """RSIG-1, SIG-1: with what the run is, and nothing is written."""
+    bench = bench_on(two_parked)
+    with pytest.raises(FlowNotFoundError):
+        answer_all(bench, "no-such-run")
+    run_id = bench.start("order")
+    with pytest.raises(
+        NothingAwaitsRetryError, match=f"run {run_id} is pending, and no step or child of it waits for a signal"
+    ):
+        answer_all(bench, run_id)
+    bench.run()
+    bench.cancel(run_id)
+    with pytest.raises(CannotSignalTerminalFlowError):
+        answer_all(bench, run_id)
+    assert get_flow(run_id, broker=bench.broker).signals() == []
+
+
+def test_signal_retry_leaves_a_wait_that_is_over_to_its_timeout(bench_on: MakeBench) -> None:
+    """SIG-2: what has run out is not answered any more, though nobody has said so yet."""
+    bench = bench_on(shop(Card(Declined("1")), describe=waiting(wait_seconds=10)))
+    run_id = parked(bench)
+    bench.store.clock.advance(10)  # type: ignore[attr-defined]
+    with pytest.raises(NothingAwaitsRetryError):
+        answer_all(bench, run_id)
+
+
+# --- in every setting ------------------------------------------------------------------------------------------------
+
+
+def test_a_parked_step_goes_on_with_real_workers(every_app: Application) -> None:
+    """RSIG-1, NATIVE-1, EVENT-1: tries with Dramatiq's backoff, a park, a signal, tries again; listeners hear of each."""
+    failures = [Declined(str(number)) for number in range(3)]
+    heard: list[tuple[str, str]] = []
+
+    @every_app.actor(max_retries=1)
+    def charge() -> str:
+        if failures:
+            raise failures.pop(0)
+        return "charged"
+
+    @every_app.workflow
+    def order(flow: Flow) -> Any:
+        return flow.action(charge).retry_on_signal("top-up").run()
+
+    def hear(event: Any) -> None:
+        heard.append((type(event).__name__, event.signal))
+
+    events.subscribe(hear, events.ActionAwaitingRetry, events.ActionRetried)
+    try:
+        handle = order.send()
+        every_app.start()
+        eventually(lambda: handle.actions() and handle.actions()[0].status == "awaiting_retry")
+        every_app.drain()
+        assert (handle.status, every_app.messages()) == ("waiting", 0)
+        assert handle.signal_retry() == 1
+        assert every_app.ended(handle) == "completed"
+    finally:
+        events.unsubscribe(hear)
+    [step] = handle.actions()
+    assert (step.status, step.attempts, step.tries, step.cycle) == ("completed", 4, 1, 1)
+    assert heard == [("ActionAwaitingRetry", "top-up"), ("ActionRetried", "top-up")]
+    every_app.drain()
+    assert every_app.messages() == 0
+
+
+def test_run_sync_says_which_signal_it_would_have_to_wait_for(app: Application) -> None:
+    """SYNC-1, RSIG-1: at once, instead of hanging; the run is there, and goes on when the signal comes."""
+    charge = app.step("charge", raises=Declined("no money"))
+
+    @app.workflow
+    def order(flow: Flow) -> Any:
+        return flow.action(charge).retry_on_signal("top-up", max_retries=1).run()
+
+    with pytest.raises(WouldBlockError, match=r"signal 'top-up' to retry step 1 \(charge\)") as caught:
+        order.run_sync()
+    handle = get_flow(caught.value.run_id, broker=app.broker)
+    assert handle.status == "waiting"
+    handle.signal("top-up")
+    app.start()
+    assert app.ended(handle) == "failed"
+    assert len(app.calls) == 2
+
+
+def test_a_listener_hears_of_a_signal_that_was_there_before_the_park(lite: Application) -> None:
+    """EVENT-1, SIG-1: SignalConsumed with its payload, then ActionRetried."""
+    heard: list[Any] = []
+    failures = [Declined("1")]
+
+    @lite.actor
+    def charge() -> None:
+        if failures:
+            handle.signal("top-up", {"amount": 3})
+            raise failures.pop()
+
+    @lite.workflow
+    def order(flow: Flow) -> Any:
+        return flow.action(charge).retry_on_signal("top-up").run()
+
+    def hear(event: Any) -> None:
+        heard.append((event.type, getattr(event.signal, "payload", event.signal)))
+
+    events.subscribe(hear, events.SignalConsumed, events.ActionRetried)
+    try:
+        handle = order.send()
+        lite.start()
+        assert lite.ended(handle) == "completed"
+    finally:
+        events.unsubscribe(hear)
+    assert heard == [("signal.consumed", {"amount": 3}), ("action.retried", "top-up")]

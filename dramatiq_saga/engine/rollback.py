@@ -225,8 +225,8 @@ def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool) -> str | None:
     if isinstance(entry, ChildEntry):
         return None
     kind = load_error(entry.error)["type"].rsplit(".", 1)[-1] if entry.error else ""
-    given_up = entry.status == "optional_failed" or (entry.status == "failed" and entry.given_up)
-    if given_up and kind == "ResultNotSerializableError":
+    for_good = entry.status == "optional_failed" or (entry.status == "failed" and entry.given_up)
+    if for_good and kind == "ResultNotSerializableError":
         return "completed"  # CODEC-2: the work was done, only its result could not be kept
     if not on_self_failure:
         return None

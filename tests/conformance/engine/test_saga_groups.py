@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from dramatiq_saga import Flow, FlowFailedError, Settings
+from dramatiq_saga.cli.show import lines_of
 from dramatiq_saga.errors import StepFailedError
+from dramatiq_saga.operations import Operator
 from tests.conformance.engine.test_history import hold_error
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -194,6 +196,26 @@ def test_a_parallel_block_in_a_group_belongs_to_it(lite: Application) -> None:
     lite.drain()
     assert [1, [1, 1]] in lite.calls
     assert undos(handle) == [(sequence, 0, "completed", "completed") for sequence in (5, 4, 2)]
+
+
+def test_show_tells_which_undos_share_a_level(lite: Application) -> None:
+    """COMP-5, COMP-6: beside the steps that they undo; for machines as well."""
+    step, undo, bad = lite.step("step"), lite.step("undo"), lite.step("bad", raises=ValueError("no"))
+
+    @lite.workflow
+    def trip(flow: Flow) -> None:
+        flow.action(step).compensate_with(undo).run()
+        flow.saga(*(flow.action(step).compensate_with(undo) for _ in range(3))).compensate_in_parallel().run()
+        flow.run(bad)
+
+    handle = lite.run(trip)
+    lite.drain()
+    report = Operator.on_broker(lite.broker).show_run(handle.id)
+    shown = "\n".join(lines_of(report, lite.engine.now()))
+    assert "      undo by undo, side by side with that of steps 4, 5: completed at " in shown
+    assert shown.count("side by side") == 3
+    compensations = [step["compensation"] for step in report.as_dict()["steps"][:4]]
+    assert [(one["level"], one["beside"]) for one in compensations] == [(1, []), (0, [4, 5]), (0, [3, 5]), (0, [3, 4])]
 
 
 # --- COMP-4, COMP-5: whose word counts -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
 from .clock import moment_to_ms, to_ms
+from .codec import decode
 from .engine.replay import Replay, current_replay
 from .errors import SagaError, SignalTimeoutError
 from .groups import ParallelBuilder, SagaBuilder
@@ -193,6 +194,12 @@ class Flow:
     def version(self) -> str | None:
         """The version that the workflow declared when this run was started (HISTORY-2)."""
         return self._replay.snapshot.version
+
+    @property
+    def context(self) -> Any:
+        """What was captured when the run was sent, whether or not it is restored (CTX-1); ``None`` where nothing was."""
+        travelling = self._replay.snapshot.context
+        return None if travelling is None else decode(travelling)
 
     @property
     def is_replaying(self) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
+from ..context import Around, restorer
 from ..errors import (
     BuilderNotRunError,
     HistoryMismatchError,
@@ -473,6 +474,24 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
     args, kwargs = context.snapshot.args()
+    travelling = context.snapshot.context
+    restore = None if travelling is None else restorer(context.settings)
+    if restore is None or travelling is None:
+        return _walked(function, context, make_flow, args, kwargs)
+    around = Around()
+    try:
+        around.enter(restore, travelling)
+    except Exception as error:  # CTX-1: the function does not run without its context
+        raise HoldRun(error) from error
+    try:
+        return _walked(function, context, make_flow, args, kwargs)
+    finally:
+        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+
+
+def _walked(
+    function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any], args: list[Any], kwargs: dict[str, Any]
+) -> Decision:
     try:
         return _walk(function, context, make_flow, args, kwargs)
     finally:

@@ -144,7 +144,7 @@ def deliver(tx: Tx, engine: Engine, signal: Signal) -> Answer:
     number = insert(tx, signal, now)
     answer = Answer(lines=[history.Line(history.SIGNAL_RECEIVED, name=signal.name, payload=signal.payload, about=number)])
     # Who else may be here: the timeout of the wait. Whose UPDATE comes first has it: the other one's changes nothing.
-    # test_a_signal_and_the_timeout_of_its_wait_have_one_winner
+    # test_a_signal_that_comes_after_the_deadline_of_its_wait_is_kept_for_the_next
     for sequence, kind, cycle in tx.all(_OPEN, (signal.run_id, signal.name)):
         if time_out(tx, signal.run_id, sequence, cycle=cycle, now=now, kind=kind):
             answer.drive = True

@@ -14,7 +14,7 @@ import pytest
 
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine.drive import Driven
-from dramatiq_saga.errors import CannotSignalFlowError, CannotSignalTerminalFlowError
+from dramatiq_saga.errors import CannotSignalFlowError, CannotSignalTerminalFlowError, SignalTimeoutError
 from tests.races.test_interleavings import blocked, postgresql_only
 from tests.support.bench import Background, Bench
 from tests.support.waiting import eventually
@@ -38,7 +38,13 @@ def declare(bench: Bench) -> None:
         flow.signal_flow(other, "decision", flow.run_id)
         return flow.await_signal("decision")
 
-    for function in (approve, late, collect, tell):
+    def patient(flow: Any) -> Any:
+        try:
+            return flow.await_signal("decision", wait_seconds=60)
+        except SignalTimeoutError:
+            return ["late", flow.await_signal("decision")]
+
+    for function in (approve, late, collect, tell, patient):
         bench.workflow(function)
 
 
@@ -288,3 +294,23 @@ def test_a_retried_send_with_a_key_finds_the_signal_whose_commit_nobody_knew(ben
     assert signals(one, run) == ["consumed"]
     one.run()
     assert result(one, run) == '"yes"'
+
+
+def test_a_signal_that_comes_after_the_deadline_of_its_wait_is_kept_for_the_next(bench: Make, clock: ManualClock) -> None:
+    """SIG-2, C37: nobody had ended the overdue wait yet; it has timed out all the same, as the recorded moments say."""
+    one, two = bench(), bench()
+    run = one.start("patient")
+    one.run()
+    stop = two.stop("signal")
+    sending = Background(lambda: two.signal(run, "decision", "yes"))
+    stop.wait_reached()
+    clock.advance(60)
+    stop.go()
+    sending.result()
+    assert one.all("SELECT status FROM {waits} WHERE run_id = ?", run) == [("timed_out",)]
+    assert signals(one, run) == ["received"]
+    two.run()
+    assert result(one, run) == '["late","yes"]'
+    assert [word for word in one.events(run) if word.startswith("signal.")] == [
+        "signal.received", "signal.timed_out", "signal.consumed",
+    ]  # fmt: skip

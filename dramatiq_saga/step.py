@@ -29,8 +29,8 @@ from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeL
 from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
+from .engine import blocks, fence, rollback, runs
 from .engine import drive as drives
-from .engine import fence, rollback, runs
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
@@ -128,8 +128,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
-        "retry_sent", "run_id", "state",
+        "actor", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries",
+        "retry_asked", "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -144,6 +144,10 @@ class Delivery:
             self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind == "drive"
+        self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
+        if kind == "callback":
+            self.group = facts.get("block"), facts.get("first"), facts.get("last")
+            known = all(type(number) is int for number in self.group)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -304,7 +308,9 @@ class Runner:
         text = row[0] if row is not None else None
         self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
         if job.kind == "step":
-            outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
+            outcome = fence.Outcome(
+                "refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text, block=claim.block
+            )
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
             rollback.settle(
@@ -438,6 +444,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
@@ -464,6 +471,7 @@ class Runner:
                 self._put_back_after(delivery, delay)
 
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _go_on_rolling_back(self, lost: Lost) -> None:
@@ -485,6 +493,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -520,11 +529,18 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
-            else:
+            elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
+
+    def _called_back(self, delivery: Delivery) -> bool:
+        assert delivery.group is not None
+        block, first, last = delivery.group
+        return blocks.called_back(
+            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+        )
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
@@ -561,8 +577,7 @@ class Runner:
 
         def part() -> None:
             if claim.job.kind == "step":
-                outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
-                fence.settle(self.engine, outcome, self.sender, None)
+                fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
                 rollback.settle(
                     self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
@@ -588,6 +603,12 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _count_not(delivery: Delivery) -> None:
+    """Keep Dramatiq from counting this delivery as a member that has succeeded: nothing ran here (PAR-2). The count is not believed
+    anyway, but one that is right spares the run a callback that comes early."""
+    delivery.message.options.pop("group_completion_callbacks", None)
 
 
 def _say_where(failure: BaseException, claim: Claim) -> None:

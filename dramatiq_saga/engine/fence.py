@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
+from . import blocks, drive, notify, rollback
 from . import decision as decisions
-from . import drive, notify, rollback
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
@@ -94,6 +94,7 @@ class Outcome:
     error: str | None = None
     known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
     exception: BaseException | None = None  # for those who listen to a rejection
+    block: int | None = None  # the parallel block that the step is a member of, where its claim tells
 
     @property
     def status(self) -> str:
@@ -104,7 +105,7 @@ def completed(claim: Claim, result: bytes) -> Outcome:
     """The body returned."""
     return Outcome(
         "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
 
 
@@ -112,8 +113,13 @@ def failed(claim: Claim, error: str) -> Outcome:
     """The body ended in a way that no further try can mend."""
     return Outcome(
         "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
+
+
+def given_up(claim: Claim) -> Outcome:
+    """Dramatiq will not try again: the failure that the row tells of is the last (NATIVE-2)."""
+    return Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, block=claim.block)
 
 
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
@@ -121,6 +127,32 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
+    if outcome.block is None:
+        return _settle(engine, outcome, sender, delivery)
+    return _settle_member(engine, outcome, outcome.block, sender, delivery)
+
+
+def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender, delivery: object | None) -> bool:
+    """A member of a parallel block: alone while others are at work, as any step where it is the last (PAR-2)."""
+    job = outcome.job
+    lines = [_line(outcome)]
+    standing = blocks.settle_member(
+        engine, blocks.Member(job.run_id, block, job.sequence, outcome.kind != "completed"), sender, delivery=delivery,
+        write=lambda tx, now: _write_outcome(tx, outcome, now), lines=lines,
+    )  # fmt: skip
+    if standing.landed:
+        notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
+    elif not _settle(engine, outcome, sender, delivery):
+        return False
+    if standing.closed_early:
+        engine.anomalies.batch_finished_early(
+            row=job.row, run_id=job.run_id, sequence=job.sequence, actor=outcome.actor, block=block
+        )
+    return True
+
+
+def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """An outcome that a drive has to see."""
     if engine.drives(outcome.workflow):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
@@ -164,7 +196,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
     except NeedsRecording:
         return False
     lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
@@ -292,7 +324,8 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it, and where
+    there is no further try because the step's block has failed (PAR-4).
 
     ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
     told from one that waits for its moment (DOCTOR-1).
@@ -305,6 +338,8 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
+        if claim.block is not None and blocks.gets_no_further_try(tx, job.run_id, claim.block):
+            return False, False
         if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
@@ -326,4 +361,4 @@ def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:
     engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, attempts)))
 
 
-__all__ = ["Outcome", "completed", "fail_try", "failed", "note_next_try", "settle"]
+__all__ = ["Outcome", "completed", "fail_try", "failed", "given_up", "note_next_try", "settle"]

@@ -142,8 +142,10 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
     )  # fmt: skip
     if standing.landed:
         notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
-    elif not _settle(engine, outcome, sender, delivery):
-        return False
+    else:
+        engine.cache.drop(job.run_id)  # from before the outcomes of the others
+        if not _settle(engine, outcome, sender, delivery):
+            return False
     if standing.closed_early:
         engine.anomalies.batch_finished_early(
             row=job.row, run_id=job.run_id, sequence=job.sequence, actor=outcome.actor, block=block

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import dramatiq
 
 from .codec import decode, load_error
-from .engine import runs
+from .engine import runs, undoing
 from .engine.decision import write_tag
 from .engine.replay import refuse_inside_workflow
 from .errors import (
@@ -138,6 +138,21 @@ class FlowHandle(Generic[R]):
         """
         runs.refuse_joined(self._engine, "compensate()")
         return runs.compensate(self._engine, self.id, self._middleware.sender(self._broker), reason)
+
+    def resume_rollback(self) -> bool:
+        """Go on with a rollback that has halted (COMP-8); false where it is going on already.
+
+        Only what is not undone yet is tried, its tries renewed; the run keeps its terminal status and its error, and ``rollback``
+        is ``running`` again until it is ``done`` or halts anew.
+
+        Raises:
+          ConcurrentTransitionError: no rollback of this run has halted; the error says where it is.
+          FlowNotFoundError: there is no such run.
+          SagaError: called inside a transaction of the store's database (HOST-1).
+        """
+        refuse_inside_workflow("resuming a rollback")
+        runs.refuse_joined(self._engine, "resume_rollback()")
+        return undoing.resume(self._engine, self.id, self._middleware.sender(self._broker))
 
     def kick(self) -> KickReport:
         """Drive the run again, refill its repair budget, and send what it is parked on once more (KICK-1)."""

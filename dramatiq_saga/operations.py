@@ -21,7 +21,7 @@ from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
-from .errors import FlowNotFoundError, SagaError
+from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
 from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
@@ -83,6 +83,22 @@ class Cancelled:
     changed: bool
     stands: tuple[StepReport, ...] = ()
     undone: tuple[StepReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The answer to a resumed rollback.
+
+    ``changed`` is false where it was going on already. ``left`` is what is still to be undone, ``never`` what can never be: its undo
+    needs a result that could not be kept.
+    """
+
+    run_id: str
+    status: str
+    rollback: str
+    changed: bool
+    left: tuple[StepReport, ...] = ()
+    never: tuple[StepReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +276,29 @@ class Operator:
         engine, sender = self._engine("kick")
         return kick(engine, run_id, sender)
 
-    def resume_rollback(self, run_id: str) -> None:
-        """Go on with a rollback that was halted: not part of this version."""
-        self._handle(run_id, "resume-rollback")
-        raise RefusedError(
-            f"resuming a halted rollback is not part of this version: see in `dramatiq-saga show {run_id}` what is not undone, "
-            "and undo it by hand"
-        )
+    def resume_rollback(self, run_id: str) -> Resumed:
+        """Go on with a rollback that has halted, once its cause is mended (COMP-8).
+
+        Raises:
+          RefusedError: nothing of it has halted; the text says where it is.
+          FlowNotFoundError: there is no such run.
+        """
+        handle = self._handle(run_id, "resume-rollback")
+        try:
+            changed = handle.resume_rollback()
+        except ConcurrentTransitionError as error:
+            raise RefusedError(
+                f"run {run_id} is {error.actual}: only a rollback that has halted is resumed, and a run that has ended is never "
+                f"restarted; see `dramatiq-saga show {run_id}`"
+            ) from None
+        report = self.show_run(run_id)
+        undos = [step for step in report.steps if step.compensation is not None]
+        left = [step for step in undos if step.compensation and step.compensation.row.status != "completed"]
+        never = [step for step in left if step.compensation and not step.compensation.row.actor]
+        return Resumed(
+            run_id, report.status, report.rollback, changed,
+            tuple(step for step in left if step not in never), tuple(never),
+        )  # fmt: skip
 
     # --- all runs ----------------------------------------------------------------------------------------------------
 
@@ -406,4 +438,4 @@ def _unknown_workflow(name: str, declared: Mapping[str, Any]) -> str:
     return f"no workflow named {name!r} is declared by the application: {hint}"
 
 
-__all__ = ["Cancelled", "Operator", "RefusedError", "RunLine", "Sent", "run_of"]
+__all__ = ["Cancelled", "Operator", "RefusedError", "Resumed", "RunLine", "Sent", "run_of"]

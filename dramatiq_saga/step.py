@@ -29,7 +29,8 @@ from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeL
 from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
-from .engine import blocks, fence, rollback, runs
+from .context import Around, restorer
+from .engine import blocks, fence, runs, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
@@ -128,8 +129,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries",
-        "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries", "retry_asked",
+        "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -152,6 +153,7 @@ class Delivery:
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.body: Body | None = None
+        self.around = Around()
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
@@ -173,8 +175,13 @@ class Runner:
         self.engine = engine
         self.broker = broker
         self.sender = sender
+        self.restore = restorer(engine.settings)
         self.stopping = threading.Event()
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
+
+    def inlined(self, sender: Sender) -> Runner:
+        """A runner of the same kind for a loop in the calling process (SYNC-1)."""
+        return Runner(self.engine, self.broker, sender, inline=True)
 
     # --- patience ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +269,7 @@ class Runner:
                     return
                 options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
-            body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+            body = delivery.body = Body(lambda into: self._call(delivery, step, fn, into), None if self.inline else self.broker)
         if body is not None and not body.started and claim.stale_at is not None and self.engine.now() >= claim.stale_at:
             # Stalled since the claim (a pause, a slow listener): another worker may have taken the row over, or even be done.
             # Claiming again tells, by the same statement. test_a_worker_that_stalls_between_claim_and_body_claims_again
@@ -276,6 +283,8 @@ class Runner:
         outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
         _current.set(outer)
+        # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
+        delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)
         self._conclude(delivery, claim, body)
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
@@ -306,22 +315,28 @@ class Runner:
             lambda tx: tx.one(f"SELECT error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
         )
         text = row[0] if row is not None else None
-        self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        landed = self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        if not landed and job.kind == "step":
+            undoing.body_reported(self.engine, claim, self.sender)
         if job.kind == "step":
             outcome = fence.Outcome(
                 "refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text, block=claim.block
             )
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
-            rollback.settle(
-                self.engine, rollback.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
+            undoing.settle(
+                self.engine, undoing.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
             )
         delivery.state = "done"
 
-    def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+    def _call(self, delivery: Delivery, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+        claim = delivery.claim
+        assert claim is not None
         args, kwargs = decode(claim.args)
         token = _current.set(step)
         try:
+            if self.restore is not None and claim.context is not None:
+                delivery.around.enter(self.restore, claim.context)
             # Called, and its value kept, from C: an interrupt can come before or after both, not in between.
             into.extend(starmap(partial(fn, **kwargs) if kwargs else fn, (args,)))
         finally:
@@ -367,7 +382,7 @@ class Runner:
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
-            rollback.settle(self.engine, rollback.completed(claim), self.sender, delivery.message)
+            undoing.settle(self.engine, undoing.completed(claim), self.sender, delivery.message)
             delivery.state = "done"
             return
         try:
@@ -396,7 +411,7 @@ class Runner:
         if claim.job.kind == "step":
             fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
         else:
-            rollback.settle(self.engine, replace(rollback.failed(claim, text), exception=error), self.sender, delivery.message)
+            undoing.settle(self.engine, replace(undoing.failed(claim, text), exception=error), self.sender, delivery.message)
         delivery.state = "done"
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
@@ -426,18 +441,21 @@ class Runner:
 
         broker: Any = self.broker
         message: Any = delivery.message
+        job = claim.job
 
         def part() -> None:
             now = self.engine.now()
             # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
             again = broker.prepare(message) if self.sender.joins and not message.settled else None
 
-            def operation(tx: Tx) -> None:
-                give_back(tx, self.engine, claim, now=now)
+            def operation(tx: Tx) -> bool:
+                landed = give_back(tx, self.engine, claim, now=now)
                 if again is not None:
                     broker.stage(tx, again, message.reservation)
+                return landed
 
-            self.engine.store.write(operation)
+            if not self.engine.store.write(operation) and job.kind == "step":
+                undoing.body_reported(self.engine, claim, self.sender)
             if again is not None:
                 broker.announce([again])
             self._put_back_after(delivery, 0)
@@ -459,7 +477,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.run_status == "rolling_back":
+            if lost.undoing:
                 self._go_on_rolling_back(lost)
             elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
                 self.wake(job.run_id)
@@ -479,10 +497,10 @@ class Runner:
         job = lost.job
         vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
         if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
-            outcome = rollback.unfinished(job, lost.actor or "", lost.attempts or 0)
-            rollback.settle(self.engine, outcome, self.sender, None)
+            outcome = undoing.unfinished(job, lost.actor or "", lost.attempts or 0)
+            undoing.settle(self.engine, outcome, self.sender, None)
         else:
-            rollback.advance(self.engine, job.run_id, self.sender, None)
+            undoing.advance(self.engine, job.run_id, self.sender, None)
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
@@ -579,8 +597,8 @@ class Runner:
             if claim.job.kind == "step":
                 fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), delivery.interrupts)
@@ -598,8 +616,8 @@ class Runner:
                 outcome = fence.Outcome("refused", job, actor, run[0], run[1], job.attempts, error=text, exception=error)
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), [])

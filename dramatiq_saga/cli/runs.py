@@ -68,8 +68,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     kick.set_defaults(run=_kick)
 
     resume = commands.add_parser(
-        "resume-rollback", parents=[common], help="not part of this version",
-        description="Go on with a rollback that was halted. Not part of this version.",
+        "resume-rollback", parents=[common], help="go on with a rollback that has halted",
+        description="Go on with a rollback that has halted: what is not undone yet is tried again. The run itself keeps its end.",
     )  # fmt: skip
     resume.add_argument("run_id", metavar="RUN")
     resume.set_defaults(run=_resume)
@@ -244,5 +244,23 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
 
 
 def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
-    operator.resume_rollback(options.run_id)
-    raise AssertionError("refused above")
+    answer = operator.resume_rollback(options.run_id)
+    run = cell(answer.run_id)
+    if answer.rollback == "running":
+        lines = [
+            f"run {run} is {answer.status}, and stays so; its rollback goes on" + ("" if answer.changed else ", and did before")
+        ]
+    else:
+        lines = [f"run {run} is {answer.status}; its rollback is {answer.rollback}"]
+    if answer.left:
+        lines += ["to be undone:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.left)]
+    if answer.never:
+        lines += ["to be undone by hand, for nothing can build their undo:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}" for step in reversed(answer.never)]
+    value = {
+        "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
+        "left": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.left],
+        "never": [{"sequence": step.row.sequence, "actor": step.row.actor} for step in answer.never],
+    }  # fmt: skip
+    return Answer(value, lines)

@@ -91,7 +91,7 @@ def settle_member(
     write: Callable[[Tx, int], bool],
     lines: list[history.Line],
 ) -> Standing:
-    """Record an outcome that no drive has to see, by ``write``, if it is one; what became of it.
+    """Record an outcome that no drive has to see, by ``write``, if it is one; what became of it. ``write`` fills in ``lines``.
 
     Who else may be here: other members' outcomes, a decision, a cancel. All lock the run's row first (DRIVE-7), so of two
     outcomes that are each other's last sibling the second sees the first, and goes the ordinary way
@@ -161,9 +161,7 @@ def _is_hard(tx: Tx, member: Member, policy: str) -> bool:
 
 
 def gets_no_further_try(tx: Tx, run_id: str, block: int) -> bool:
-    """Whether a member of that block has failed it: a try that fails now is the last (PAR-4). Locks the run's row."""
-    if tx.dialect != "sqlite":
-        tx.one(_LOCK_RUN, (run_id,))
+    """Whether a member of that block has failed it: a try that fails now is the last (PAR-4). The run's row has to be locked."""
     row = tx.one(_BLOCK, (run_id, block))
     return row is not None and row[2] is not None
 

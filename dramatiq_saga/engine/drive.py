@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
-from . import notify, rollback, runs
+from . import notify, rollback, runs, undoing
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Snapshot, StepEntry, step_message
 from .snapshot import load
@@ -69,7 +69,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
             return Driven.MISSING
         if snapshot.rollback == "running":
             _calm(sender, delivery)
-            rollback.advance(engine, run_id, sender, delivery)
+            undoing.advance(engine, run_id, sender, delivery)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
             return Driven.ENDED

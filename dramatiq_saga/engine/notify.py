@@ -21,9 +21,9 @@ from ..views import ActionView, CompensationView
 if TYPE_CHECKING:
     from .core import Engine
     from .fence import Outcome
-    from .rollback import Outcome as CompensationOutcome
     from .rows import Snapshot
     from .runs import Found
+    from .undoing import Outcome as CompensationOutcome
 
 _BY_TYPE: dict[str, type[events.Event]] = {
     cls.type: cls

@@ -720,11 +720,36 @@ def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> No
     assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
 
 
-def test_resume_rollback_refuses_politely(shop: Shop) -> None:
+def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
+    """C26, COMP-8: from the command line, once the cause is mended; a second call says that it goes on already."""
+    run = shop.start()
+    shop.plan(mail=fail, refund=fail)
+    shop.work_until(lambda: run.rollback == "halted")
+    assert "rollback   halted: what follows the failed undo was not undone" in shop("show", run.id).out
+    shop.plan(refund=lambda order: None)
+    done = shop("resume-rollback", run.id)
+    assert (done.status, done.lines) == (
+        0, [f"run {run.id} is failed, and stays so; its rollback goes on", "to be undone:", "  1  charge, by refund"],
+    )  # fmt: skip
+    assert "rollback   is being undone" in shop("show", run.id).out
+    again = shop("resume-rollback", run.id, "--json")
+    assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
+    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
+    shop.work_until(lambda: run.rollback == "done")
+    assert run.status == "failed"
+    refused = shop("resume-rollback", run.id)
+    assert (refused.status, refused.out) == (1, "")
+    assert "is failed, and its rollback is done: only a rollback that has halted is resumed" in refused.err
+
+
+def test_resume_rollback_of_a_run_that_has_none_is_refused(shop: Shop) -> None:
+    """COMP-8: a workflow that has ended is never restarted, and one that goes on is not undone by this."""
     run = shop.start()
     done = shop("resume-rollback", run.id)
     assert (done.status, done.out) == (1, "")
-    assert "not part of this version" in done.err
+    assert "is pending, and was never rolled back" in done.err
+    assert run.status == "pending"
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
-    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "retries", "two_machines"]
+    assert NAMES == ["checkout", "compensations", "demo", "fan_out", "host_transaction", "retries", "two_machines"]
 
 
 def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
@@ -84,6 +84,21 @@ def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(cop
         "undo of step 3 (release_seat): completed",
         "undo of step 2 (call_greeting_back): failed: a postcard cannot be called back",
         "undo of step 1 (cancel_hotel): completed",
+    ]
+
+
+def test_albums_are_published_photo_by_photo_or_not_at_all(copy: Path) -> None:
+    """PAR-1, PAR-4, C19."""
+    lines = run(copy, "fan_out").splitlines()
+    assert [line for line in lines if "claim_lost" not in line] == [  # the message of the member that was cancelled
+        "holidays: 4 photos",
+        "deleting the thumbnail of aunt.jpg",
+        "attic: failed, rollback done",
+        "  step 1 list_photos: completed",
+        "  step 3 make_thumbnail: completed",
+        "  step 4 make_thumbnail: failed",
+        "  step 5 make_thumbnail: cancelled",
+        "empty: 0 photos",
     ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq import Actor, Broker
 
+from ..coroutines import plain_function
 from ..engine.core import WorkflowDefinition
 from ..middleware import SagaMiddleware
 from ..step import Delivery, Runner
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from ..engine.claim import Claim, Job
     from ..engine.core import Engine, Sender
     from ..settings import Settings
-
-_MISSING = object()
 
 
 class Watcher:
@@ -157,16 +156,17 @@ class Takeover:
     # --- turning, and turning back -----------------------------------------------------------------------------------
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner).get(name, _MISSING)
+        self._keep(owner, name)
         setattr(owner, name, value)
-        if before is _MISSING:
-            self._undo.callback(delattr, owner, name)
-        else:
-            self._undo.callback(setattr, owner, name, before)
+
+    def _keep(self, owner: Any, name: str) -> None:
+        """Whatever becomes of it, it will be as it is now."""
+        own = vars(owner)
+        self._undo.callback(own.__setitem__, name, own[name]) if name in own else self._undo.callback(own.pop, name, None)
 
     def _take(self, actor: Actor[Any, Any]) -> None:
-        self._set(actor, "fn", actor.fn)
-        self._set(actor, "__saga_wrapped__", getattr(actor, "__saga_wrapped__", None))
+        for name in ("fn", "__saga_wrapped__", "__saga_plain__"):
+            self._keep(actor, name)
         self._set(actor, "broker", self.stand_in)
         self.stand_in.take_over(actor.queue_name)
         self.stand_in.actors[actor.actor_name] = actor
@@ -216,7 +216,7 @@ class Takeover:
         workflow: Workflow[Any, Any] | None = getattr(actor, "workflow", None)
         actor.broker = broker
         if workflow is None:
-            actor.fn = getattr(actor.fn, "__wrapped__", actor.fn)
+            actor.fn = plain_function(actor)
             actor.__saga_wrapped__ = None  # type: ignore[attr-defined]
         else:
             workflow.broker = broker

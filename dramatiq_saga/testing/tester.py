@@ -29,6 +29,7 @@ from dramatiq.logging import get_logger
 from dramatiq.middleware import AsyncIO, Interrupt, Middleware
 
 from ..clock import ManualClock, SystemClock, moment_to_ms, to_ms
+from ..coroutines import coroutine_of, plain_function
 from ..engine import notify
 from ..errors import FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
 from ..handle import FlowHandle
@@ -163,8 +164,6 @@ class SagaTester(Watcher):
         if not isinstance(given, Actor):
             raise TypeError(f"saga.replace() takes an actor, not {type(actor).__name__}")
         body = _substitute(actor, substitute)
-        if inspect.iscoroutinefunction(substitute):
-            self._start_event_loop()
         self._look_around()
         self._takeover_of(actor).replace(actor, body)
 
@@ -261,9 +260,8 @@ class SagaTester(Watcher):
         __tracebackhide__ = True
         broker, message = letter.broker, letter.message
         actor = broker.actors.get(message.actor_name)
-        if actor is not None and inspect.iscoroutinefunction(inspect.unwrap(actor.fn)):
-            if any(isinstance(one, AsyncIO) for one in broker.middleware):
-                self._start_event_loop()
+        if actor is not None and coroutine_of(plain_function(actor)) is not None:
+            self._start_event_loop(broker)
         facts = message.options[OPTION] if is_ours(message) else None
         check = None
         if self._checks is not None and facts is not None:
@@ -282,9 +280,9 @@ class SagaTester(Watcher):
         if check is not None:
             check()
 
-    def _start_event_loop(self) -> None:
-        """For async actors, as a worker has one."""
-        if get_event_loop_thread() is None:
+    def _start_event_loop(self, broker: Broker) -> None:
+        """For async actors, where a worker would have one."""
+        if get_event_loop_thread() is None and any(isinstance(one, AsyncIO) for one in broker.middleware):
             thread = EventLoopThread(self._log, 0.01)
             thread.start(timeout=10)
             set_event_loop_thread(thread)
@@ -439,11 +437,17 @@ def _substitute(actor: Actor[Any, Any], substitute: Any) -> Callable[..., Any]:
         )
     signature = inspect.signature(actor.fn)
     _check_calls(actor.actor_name, signature, substitute)
-    run = async_to_sync(substitute) if inspect.iscoroutinefunction(substitute) else substitute
+    if inspect.iscoroutinefunction(substitute):
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            return await substitute(*bound.args, **bound.kwargs)
+
+        return _dressed(actor, async_to_sync(call_async))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        return run(*bound.args, **bound.kwargs)
+        return substitute(*bound.args, **bound.kwargs)
 
     return _dressed(actor, call)
 
@@ -468,10 +472,12 @@ def _another(error: BaseException | type[BaseException]) -> BaseException | type
 
 
 def _dressed(actor: Actor[Any, Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    dressed = wraps(inspect.unwrap(actor.fn))(call)
-    dressed.__signature__ = inspect.signature(actor.fn)  # type: ignore[attr-defined]
-    del dressed.__wrapped__
-    return dressed
+    """``call`` with the name and the signature of the actor's function."""
+    plain = plain_function(actor)
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(call, name, getattr(plain, name, None))
+    call.__signature__ = inspect.signature(actor.fn)  # type: ignore[attr-defined]
+    return call
 
 
 def _check_calls(name: str, signature: inspect.Signature, substitute: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from ..engine.claim import Job
     from ..engine.core import Engine
+    from ..engine.replay import Replay
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,14 +69,11 @@ class SagaTester(Watcher):
       now: where the clock stands at first; the present by default.
       without: classes of the application's middleware that are to be left out.
       limit: so many messages at one moment, or in one call of :meth:`advance`, are taken for a workflow that never ends.
-
-    Attributes:
-      errors: every exception that left a step, a compensation, an actor or a workflow function, oldest first: the objects
-        themselves, with their tracebacks.
     """
 
     def __init__(self, *, now: datetime | None = None, without: tuple[type[Middleware], ...] = (), limit: int = LIMIT) -> None:
-        self.errors: list[BaseException] = []
+        self._errors: list[BaseException] = []
+        self._replays: deque[Replay] = deque()
         self._clock = ManualClock(SystemClock().now() if now is None else moment_to_ms(now))
         self._post = Post(self._clock)
         self._without = without
@@ -189,6 +187,12 @@ class SagaTester(Watcher):
         return datetime.fromtimestamp(self._clock.now() / 1000, UTC)
 
     @property
+    def errors(self) -> list[BaseException]:
+        """Every exception that left a step, a compensation, an actor or a workflow function, oldest first: the objects themselves."""
+        self._note_functions()
+        return list(self._errors)
+
+    @property
     def waiting(self) -> list[str]:
         """What is left to happen, in words: for the message of an assertion, or for a look around while a test is written."""
         letters = [due_in(letter, self._clock.now()) for letter in self._post.letters()]
@@ -271,9 +275,10 @@ class SagaTester(Watcher):
             self._calls.setdefault(message.actor_name, []).append((message.args, message.kwargs))
         if error is not None:
             if facts is None:
-                self.errors.append(error)
+                self._errors.append(error)
             if not isinstance(error, Exception | Interrupt):
                 raise error
+        self._note_functions()
         if facts is None and delivered.failed:
             raise error or SagaError(f"no actor is named {message.actor_name!r}: its message was rejected")
         self._raise_held()
@@ -335,6 +340,7 @@ class SagaTester(Watcher):
 
     def _cause(self, run_id: str) -> BaseException | None:
         """The exception that the workflow function ended with; those of steps behind it have their originals for causes."""
+        self._note_functions()
         error: BaseException | None = self._functions.get(run_id)
         seen: set[int] = set()
         link = error
@@ -372,16 +378,26 @@ class SagaTester(Watcher):
 
     def step_failed(self, job: Job, error: BaseException) -> None:
         self._originals[job.run_id, job.kind, job.sequence] = error
-        if not any(error is known for known in self.errors[-2:]):  # told twice, or the same object raised at every try
-            self.errors.append(error)
+        if not any(error is known for known in self._errors[-2:]):  # told twice, or the same object raised at every try
+            self._errors.append(error)
 
-    def function_failed(self, run_id: str, error: Exception) -> None:
-        before = self._functions.get(run_id)
-        self._functions[run_id] = error
-        # Replays raise it again and again, each time another object.
-        if not isinstance(error, SagaError) and (type(before), str(before)) != (type(error), str(error)):
-            self.errors.append(error)
-            self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)
+    def replay_begins(self, replay: Replay) -> None:
+        self._replays.append(replay)
+
+    def _note_functions(self) -> None:
+        """Look at what replays have ended with since the last look."""
+        while self._replays:
+            replay = self._replays.popleft()
+            error, run_id = replay.raised, replay.snapshot.run_id
+            if error is None:
+                continue
+            before = self._functions.get(run_id)
+            self._functions[run_id] = error
+            # A replay that is repeated raises it once more, as another object.
+            if not isinstance(error, SagaError) and (type(before), str(before)) != (type(error), str(error)):
+                start_at_the_code_under_test(error)
+                self._errors.append(error)
+                self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)
 
     # --- the applications --------------------------------------------------------------------------------------------
 

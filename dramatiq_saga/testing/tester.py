@@ -31,7 +31,7 @@ from dramatiq.middleware import AsyncIO, Interrupt, Middleware
 from ..clock import ManualClock, SystemClock, moment_to_ms, to_ms
 from ..coroutines import coroutine_of, plain_function
 from ..engine import notify
-from ..errors import FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
+from ..errors import ChildError, FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
 from ..handle import FlowHandle
 from ..middleware import made, middleware_of
 from ..recovery.monitor import monitor
@@ -41,7 +41,7 @@ from .replays import ReplayChecks
 from .stand_in import Letter, Post
 from .takeover import Takeover, Watcher
 from .tracebacks import start_at_the_code_under_test
-from .waiting import due_in, next_due, open_waits
+from .waiting import due_in, next_due, open_waits, tells_of_itself
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -195,7 +195,7 @@ class SagaTester(Watcher):
     @property
     def waiting(self) -> list[str]:
         """What is left to happen, in words: for the message of an assertion, or for a look around while a test is written."""
-        letters = [due_in(letter, self._clock.now()) for letter in self._post.letters()]
+        letters = [due_in(letter, self._clock.now()) for letter in self._post.letters() if tells_of_itself(letter)]
         return letters + [line for takeover in self._opened() for line in open_waits(takeover.engine)]
 
     @property
@@ -353,9 +353,8 @@ class SagaTester(Watcher):
         return error
 
     def _origin(self, run_id: str, error: FlowError) -> BaseException | None:
-        child = getattr(error, "child_run_id", None)
-        if child is not None:
-            return self._cause(child)
+        if isinstance(error, ChildError):
+            return self._cause(error.child_id)
         return self._originals.get((run_id, "step", getattr(error, "sequence", 0)))
 
     def body(self, delivery: Delivery, fn: Callable[..., Any]) -> Callable[..., Any]:

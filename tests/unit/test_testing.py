@@ -19,7 +19,7 @@ from unittest.mock import Mock, call
 
 import dramatiq
 import pytest
-from dramatiq import Retry
+from dramatiq import Retry, Worker
 from dramatiq import broker as dramatiq_broker
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.middleware import AsyncIO, CurrentMessage, GroupCallbacks, Middleware
@@ -46,6 +46,7 @@ from dramatiq_saga.brokers import SQLiteBroker
 from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError, SendInsideWorkflowError
 from dramatiq_saga.testing import SagaTester
 from tests.support.pages import ROOT
+from tests.support.waiting import eventually
 
 pytest_plugins = ["dramatiq_saga.testing"]
 
@@ -258,6 +259,37 @@ def test_cancel_and_compensate_work_from_outside(shop: Shop, saga: SagaTester) -
     saga.drain()
     assert (run.status, run.rollback) == ("cancelled", "done")
     assert saga.calls(shop.refund_card) == [call("charge-for-1")]
+
+
+@pytest.mark.parametrize("order", ["1", "nowhere"])
+def test_rows_and_history_are_those_that_a_worker_leaves(tmp_path: Path, order: str) -> None:
+    """What a test shows is what would happen: here with the same application, once in a test and once on a worker."""
+    shop = Shop(tmp_path / "shop.db")
+
+    def facts(run: FlowHandle[str]) -> list[Any]:
+        steps = [(step.sequence, step.actor, step.status, step.attempts) for step in run.actions()]
+        undone = [(undo.sequence, undo.actor, undo.status, undo.attempts) for undo in run.compensations()]
+        return [
+            run.status,
+            run.rollback,
+            steps,
+            undone,
+            [(event.type, event.sequence, event.attempt) for event in run.events()],
+        ]
+
+    with SagaTester() as saga:
+        run = saga.start(shop.checkout, order)
+        saga.drain()
+        in_the_test = facts(run)
+    worker = Worker(shop.broker, worker_timeout=10, worker_threads=2)
+    worker.start()
+    try:
+        real = shop.checkout.send(order)
+        eventually(lambda: real.status in ("completed", "failed"))
+    finally:
+        worker.stop()
+    assert in_the_test == facts(real)
+    shop.broker.close()
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

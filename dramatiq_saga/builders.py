@@ -323,6 +323,7 @@ class ActionBuilder(Generic[R]):
         """The step's result, once it has one; until then the function is suspended.
 
         Raises:
+          TypeError: something was said about a compensation, and the step has none.
           StepFailedError: the step has failed for good.
           StepExpiredError: its deadline passed.
         """
@@ -361,6 +362,7 @@ class ActionBuilder(Generic[R]):
 
     def _new_step(self, scope: Scope) -> NewStep:
         replay, actor = self._replay, self._actor
+        self._check_undo()
         if self._encoded is None:
             args, kwargs = self._args
             self._encoded = bind(actor, args, kwargs)
@@ -399,6 +401,20 @@ class ActionBuilder(Generic[R]):
             return self._on_self_failure
         wanted = scope.comp_on_self_failure
         return (settings.sagas.compensate_failed_step if wanted is None else wanted) and self._compensation is not None
+
+    def _check_undo(self) -> None:
+        """What is said about an undo that there is not was meant for something (C26)."""
+        if self._has_compensation:
+            return
+        said = {
+            "on_compensation_failure": self._on_failure is not None,
+            "compensate_step_on_self_failure": bool(self._on_self_failure),
+            self._comp_reclaim.name: self._comp_reclaim.seconds is not None or bool(self._comp_reclaim.enabled),
+        }
+        for name in (name for name, was_said in said.items() if was_said):
+            raise TypeError(
+                f"{self._describe()}: {name}() without compensate_with(): this step has no compensation that it could be about"
+            )
 
     def _check_self_failure(self) -> None:
         if self._compensation_from is not None and self._on_self_failure:

@@ -16,12 +16,14 @@ from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
 from .clock import moment_to_ms, to_ms
-from .codec import decode
+from .codec import decode, encode
 from .engine.replay import Replay, current_replay
+from .engine.rows import SentSignal
+from .engine.signals import raise_refusal
 from .errors import SagaError, SignalTimeoutError
 from .groups import ParallelBuilder, SagaBuilder
 from .options import short_text
-from .store.models import NAME_LENGTH
+from .store.models import ID_LENGTH, NAME_LENGTH
 
 if TYPE_CHECKING:
     import structlog
@@ -130,6 +132,23 @@ class Flow:
             raise SignalTimeoutError(name, entry.sequence)
         assert entry.value is not None
         return entry.value()
+
+    def signal_flow(self, run_id: str, name: str, payload: Any = None) -> None:
+        """Signal another run, once, whatever becomes of this drive: recorded with what became of it (SIG-3).
+
+        Raises:
+          FlowNotFoundError: there was no such run.
+          CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: it took no signals.
+          NotSerializableError: the payload cannot be stored; TypeError, ValueError: the name or the id cannot be.
+        """
+        replay = self._use()
+
+        def make() -> SentSignal:
+            short_text(run_id, "a run's id", limit=ID_LENGTH)
+            short_text(name, "a signal's name", limit=NAME_LENGTH)
+            return SentSignal(run_id, name, encode(payload, f"the payload of signal {name!r}"))
+
+        raise_refusal(run_id, replay.send_signal(name, make))
 
     def sleep(self, duration: float | timedelta) -> None:
         """Go on after ``duration``, in seconds or as a ``timedelta``: a row, not a thread that waits (TIMER-1)."""

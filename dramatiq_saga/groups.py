@@ -39,7 +39,7 @@ class _Block:
                 raise TypeError(
                     f"{self.what}() does not take a saga() group: its steps run one after another; give the steps, or parallel() inside saga()"
                 )
-            if member._built:
+            if member._built or any(member is other for other in members[:position]):
                 raise TypeError(
                     f"{self.what}(): {member._describe()}, number {position + 1}, was run before or belongs to another block"
                 )
@@ -148,7 +148,11 @@ class SagaBuilder(_Block, Generic[T]):
 
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of the group does to the rest of the rollback; a step's own word comes first (COMP-4)."""
-        self._comp_policy = CompensationFailurePolicy(policy).value
+        try:
+            self._comp_policy = CompensationFailurePolicy(policy).value
+        except ValueError:
+            self._built = True
+            raise
         return self
 
     def compensate_in_parallel(self, flag: bool = True) -> Self:
@@ -157,9 +161,26 @@ class SagaBuilder(_Block, Generic[T]):
         return self
 
     def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
-        """Undo also the step of the group that failed, or of which nobody knows how it ended (COMP-5)."""
+        """Undo also the step of the group that failed, or of which nobody knows how it ended; a step's own word comes first (COMP-5).
+
+        Raises:
+          TypeError: a step of the group builds its compensation from its result, which there is none of then (COMP-10).
+        """
         self._on_self_failure = flag
+        if flag:
+            self._check_self_failure(self._members)
         return self
+
+    def _check_self_failure(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if isinstance(member, ParallelBuilder):
+                self._check_self_failure(member._members)
+            elif getattr(member, "_compensation_from", None) is not None and getattr(member, "_on_self_failure", None) is None:
+                self._built = True
+                raise TypeError(
+                    f"saga().compensate_step_on_self_failure(): {member._describe()} builds its compensation from its result, and has none "
+                    "when it fails; give it compensate_with(actor, ...), or compensate_step_on_self_failure(False) of its own (COMP-10)"
+                )
 
     def run(self) -> list[T]:
         """The results of the steps, in the order given.

@@ -62,7 +62,8 @@ MAX_HOP_MS = 60_000
 
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
-_UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
 
 
 class _Marks:
@@ -342,7 +343,8 @@ class Runner:
         undoes = None
         if claim.undoes is not None:
             outcome, key = claim.undoes
-            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, (claim.job.run_id, claim.job.sequence)))
+            of = (claim.job.run_id, claim.job.sequence)
+            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_STEP, of) or tx.one(_UNDONE_CHILD, of))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine

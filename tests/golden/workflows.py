@@ -11,6 +11,7 @@ from typing import Any
 
 from dramatiq_saga import Flow, StepFailedError
 from tests.support.bench import Bench
+from tests.support.deploying import deploy
 
 #: How a history comes about: starts a run with the name of its file as its id, and takes it as far as the history goes.
 Scenario = Callable[[Bench, str], None]
@@ -84,7 +85,30 @@ def declare(bench: Bench) -> None:
                 flow.run(step, number)
         return flow.run(step, "there")
 
-    for function in (steps, caught, undone, side_effects, tagged, raises, chosen):
+    def values(flow: Flow) -> Any:
+        started = flow.now()
+        flow.run(step, str(flow.uuid4()))
+        flow.run(step, flow.random())
+        return [started.isoformat(), flow.now() >= started]
+
+    def optional(flow: Flow) -> list[Any]:
+        nothing = flow.optional_action(failing, "closed").run()
+        other = flow.action(failing, "closed").fallback_value_on_fail({"instead": 1}).run()
+        return [nothing, other, flow.optional_action(step, 3).run()]
+
+    def gated(flow: Flow) -> list[Any]:
+        done = [flow.run(step, "first")]
+        if flow.patched("check-before"):
+            done.append(flow.run(step, "checked"))
+        done.append(flow.run(step, "second"))
+        if flow.patched("check-behind"):
+            done.append(flow.run(step, "checked behind"))
+        return [*done, flow.patched("check-before")]
+
+    def mended(flow: Flow) -> list[Any]:
+        return [flow.run(step, "first"), flow.run(step, "checked"), flow.run(step, "second")]
+
+    for function in (steps, caught, undone, side_effects, tagged, raises, chosen, values, optional, gated, mended):
         bench.workflow(function)
 
 
@@ -110,7 +134,48 @@ SCENARIOS |= {
     "tags": finish("tagged"),
     "workflow-error": finish("raises"),
     "recorded-choice": finish("chosen", "long"),
+    "recorded-values": finish("values"),
+    "optional-steps": finish("optional"),
+    "patched-new-way": finish("gated"),
 }
+
+
+def earlier(bench: Bench, name: str, code: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``name`` run ``code``, as an earlier release did, until what is returned is called."""
+    now = bench.engine.workflows[name].function
+    deploy(bench.engine, name, code)
+    return lambda: deploy(bench.engine, name, now)
+
+
+@scenario
+def patched_old_way(bench: Bench, run_id: str) -> None:
+    """It had passed the first change when that was deployed, and not the second; both answers are recorded."""
+    give = bench.broker.actors["give"]
+    release = earlier(bench, "gated", lambda flow: [flow.run(give, "first"), flow.run(give, "second")])
+    bench.start("gated", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+    release()
+    bench.run()
+
+
+@scenario
+def patched_call_removed(bench: Bench, run_id: str) -> None:
+    """It went the new way when the code still asked; now the code does not ask any more."""
+
+    def asking(flow: Flow) -> list[Any]:
+        give = bench.broker.actors["give"]
+        done = [flow.run(give, "first")]
+        if flow.patched("check-before"):
+            done.append(flow.run(give, "checked"))
+        return [*done, flow.run(give, "second")]
+
+    release = earlier(bench, "mended", asking)
+    bench.start("mended", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+    release()
+    bench.run()
 
 
 @scenario

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,10 @@ def test_every_example_is_tested() -> None:
         "host_transaction",
         "patched_change",
         "retries",
+        "host_transaction",
+        "patched_change",
+        "retries",
+        "testing",
         "two_machines",
     ]
 
@@ -147,3 +152,10 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:
+    """C61."""
+    output = run(copy, "testing")
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
+    assert not list((copy / "examples" / "testing").glob("*.db*"))

@@ -437,7 +437,7 @@ def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: S
 
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
-    assert "it declares checkout, restock" in shop("send", "xyz").err
+    assert "it declares checkout, newsletter, restock" in shop("send", "xyz").err
     assert shop("send", "charge").status == 1  # an actor is no workflow
     name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
                       "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip

@@ -301,7 +301,7 @@ class Replay:
             if not isinstance(entry, WaitEntry) or entry.what != what or entry.name != name:
                 raise self.mismatch(WaitEntry(0, what, name, "waiting", None).describe())
             self.cursor += 1
-            if entry.is_live:
+            if entry.is_live or entry.status == "cancelled":  # with its run, which is walked only to be looked at
                 raise self.suspend(outside=True)
             return entry
         sequence = self.next_sequence()

@@ -108,7 +108,18 @@ def declare(bench: Bench) -> None:
     def mended(flow: Flow) -> list[Any]:
         return [flow.run(step, "first"), flow.run(step, "checked"), flow.run(step, "second")]
 
-    for function in (steps, caught, undone, side_effects, tagged, raises, chosen, values, optional, gated, mended):
+    def approved(flow: Flow, *names: str) -> list[Any]:
+        flow.run(step, "asked")
+        return [flow.run(step, flow.await_signal(name, wait_seconds=3600)) for name in names]
+
+    def tells(flow: Flow, other: str) -> Any:
+        flow.run(step, "first")
+        flow.signal_flow(other, "told", {"by": flow.run_id})
+        return flow.await_signal("told")
+
+    for function in (
+        steps, caught, undone, side_effects, tagged, raises, chosen, values, optional, gated, mended, approved, tells,
+    ):  # fmt: skip
         bench.workflow(function)
 
 
@@ -138,6 +149,45 @@ SCENARIOS |= {
     "optional-steps": finish("optional"),
     "patched-new-way": finish("gated"),
 }
+
+
+def at_work(bench: Bench) -> None:
+    """Everything that has been sent is done, so that a run stands still where it waits."""
+    bench.run()
+
+
+@scenario
+def signals_awaited(bench: Bench, run_id: str) -> None:
+    """The first comes before its wait, the second to it, and one is left that nobody asks for."""
+    bench.start("approved", "manager", "board", run_id=run_id)
+    bench.signal(run_id, "manager", {"yes": True, "größe": 3})
+    at_work(bench)
+    bench.signal(run_id, "other", None)
+    bench.signal(run_id, "board", [1, 2])
+    at_work(bench)
+
+
+@scenario
+def signal_awaited_still(bench: Bench, run_id: str) -> None:
+    """In flight: parked on a signal, with a deadline, and another one kept."""
+    bench.start("approved", "manager", run_id=run_id)
+    at_work(bench)
+    bench.signal(run_id, "board", "early")
+
+
+@scenario
+def signal_wait_cancelled(bench: Bench, run_id: str) -> None:
+    """Ended by an operator while it waited."""
+    bench.start("approved", "manager", run_id=run_id)
+    at_work(bench)
+    bench.cancel(run_id)
+
+
+@scenario
+def signal_sent(bench: Bench, run_id: str) -> None:
+    """It signals itself, which is another run like any other."""
+    bench.start("tells", run_id, run_id=run_id)
+    at_work(bench)
 
 
 def earlier(bench: Bench, name: str, code: Callable[..., Any]) -> Callable[[], None]:

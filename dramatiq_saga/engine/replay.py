@@ -145,6 +145,7 @@ class Replay:
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
         self.recording: str | None = None
+        self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -532,6 +533,7 @@ def _walk(
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     if context.error is not None:
         raise HoldRun(context.error)
@@ -545,6 +547,7 @@ def _walk(
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,16 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
-    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "patched_change", "retries", "two_machines"]
+    assert NAMES == [
+        "checkout",
+        "compensations",
+        "demo",
+        "host_transaction",
+        "patched_change",
+        "retries",
+        "testing",
+        "two_machines",
+    ]
 
 
 def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
@@ -123,3 +133,10 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:
+    """C61."""
+    output = run(copy, "testing")
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
+    assert not list((copy / "examples" / "testing").glob("*.db*"))

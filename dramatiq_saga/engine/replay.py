@@ -290,10 +290,21 @@ class Replay:
         self.unrecorded = True
         return entry
 
-    def cancel_members(self, block: int) -> None:
+    def cancel_members(self, block: BlockEntry, failed_by: int) -> None:
         """Members of a block that are not running are not wanted any more (PAR-4). Which those are, the rows decide."""
-        self.more.cancelled.append(block)
+        self.more.cancelled.append((block.sequence, failed_by))
         self.again = True
+
+    def release_member(self, entry: StepEntry) -> None:
+        """A member that was held back may run now (PAR-1)."""
+        self.more.released.append(entry)
+        self.changed[entry.sequence] = replace(entry, extra=replace(entry.extra, held_back=False))
+
+    def finish_block(self, block: BlockEntry) -> None:
+        """Nothing of a block is live any more."""
+        self.more.finished.append(block.sequence)
+        if block.sequence <= self.recorded:
+            self.changed[block.sequence] = replace(block, ended=True)
 
     def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
         """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""

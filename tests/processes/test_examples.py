@@ -50,6 +50,10 @@ def test_every_example_is_tested() -> None:
         "checkout",
         "compensations",
         "demo",
+        "fan_out",
+        "host_transaction",
+        "patched_change",
+        "retries",
         "host_transaction",
         "patched_change",
         "retries",
@@ -94,6 +98,21 @@ def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(cop
         "undo of step 3 (release_seat): completed",
         "undo of step 2 (call_greeting_back): failed: a postcard cannot be called back",
         "undo of step 1 (cancel_hotel): completed",
+    ]
+
+
+def test_albums_are_published_photo_by_photo_or_not_at_all(copy: Path) -> None:
+    """PAR-1, PAR-4, C19."""
+    lines = run(copy, "fan_out").splitlines()
+    assert [line for line in lines if "claim_lost" not in line] == [  # the message of the member that was cancelled
+        "holidays: 4 photos",
+        "deleting the thumbnail of aunt.jpg",
+        "attic: failed, rollback done",
+        "  step 1 list_photos: completed",
+        "  step 3 make_thumbnail: completed",
+        "  step 4 make_thumbnail: failed",
+        "  step 5 make_thumbnail: cancelled",
+        "empty: 0 photos",
     ]
 
 

@@ -54,9 +54,6 @@ def test_every_example_is_tested() -> None:
         "host_transaction",
         "patched_change",
         "retries",
-        "host_transaction",
-        "patched_change",
-        "retries",
         "testing",
         "two_machines",
     ]

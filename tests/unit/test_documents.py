@@ -81,8 +81,9 @@ def entry(draw: Any, sequence: int) -> Entry:
             block, position = draw(st.just((None, None)) | st.tuples(numbers, numbers))
             what = draw(st.sampled_from(["parallel", "saga"]))
             return BlockEntry(
-                sequence, what, draw(numbers), draw(st.none() | names), draw(st.none() | numbers), block, position
-            )
+                sequence, what, draw(numbers), draw(st.none() | names), draw(st.none() | numbers), block, position,
+                draw(st.none() | numbers), draw(flags),
+            )  # fmt: skip
         case "wait":
             what = draw(st.sampled_from(["signal", "timer"]))
             return WaitEntry(sequence, what, draw(st.none() | names), draw(names), draw(moments), draw(maybe))
@@ -129,6 +130,28 @@ def test_a_snapshot_comes_back_from_its_document(snapshot: Snapshot) -> None:
 def test_every_kind_of_entry_is_known() -> None:
     """A new kind needs its keys in a document, and a golden history."""
     assert {cls.kind for cls in get_args(Entry)} == {"step", "child", "block", "wait", "side effect", "sent signal", "patch"}
+
+
+FIELDS = {
+    StepEntry: "sequence actor status given_up attempts cycle value error optional comp_actor comp_ready comp_from_result "
+    "comp_on_self_failure extra",
+    ChildEntry: "sequence workflow child_id status close_policy cycle value error optional comp_actor comp_ready comp_from_result extra",
+    BlockEntry: "sequence what size policy max_in_flight block position failed_by ended",
+    WaitEntry: "sequence what name status due_at value",
+    SideEffectEntry: "sequence name value",
+    SentSignalEntry: "sequence name value",
+    PatchEntry: "sequence name value",
+    Extra: "block position held_back fallback retry wait comp_group comp_parallel",
+    RetryWait: "status due_at",
+    ReceivedSignal: "id name value",
+    Parent: "run_id sequence workflow queue priority",
+}
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_every_field_of_an_entry_has_its_key(cls: Any) -> None:
+    """A new field has to be put into ``engine/documents.py`` and into what is drawn above, or a history would lose it."""
+    assert [field.name for field in fields(cls)] == FIELDS[cls].split()
 
 
 #: What was not there in the first files, and what its absence means.

@@ -567,7 +567,7 @@ def _walk(
     except (GeneratorExit, CancelledError) as error:
         raise HoldRun(context.error or SagaError(f"the workflow function ended with {type(error).__name__}")) from error
     except Exception as error:
-        if context.error is not None:
+        if context.error is not None and not _is_beside(error, context.error):
             raise HoldRun(context.error) from error
         if context.suspended:
             raise HoldRun(SuspensionSwallowedError()) from error
@@ -592,6 +592,16 @@ def _walk(
         context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
+
+
+def _is_beside(error: BaseException, fault: SagaError) -> bool:
+    """Whether the function's own error is why a builder was not run: it came up while that was still being described."""
+    known: BaseException | None = error
+    while known is not None:
+        if known is fault:
+            return False
+        known = known.__context__
+    return isinstance(fault, BuilderNotRunError)
 
 
 def _shortfall(context: Replay, asked: str) -> HistoryMismatchError:

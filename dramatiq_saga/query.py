@@ -57,7 +57,7 @@ class FlowQuery:
     awaiting_signal: tuple[str, ...] = ()
     awaiting_retry_signal: tuple[str, ...] = ()
     signalable: bool | None = None
-    nothing: bool = False  # two of the conditions exclude each other
+    _nothing: bool = False  # two of the conditions exclude each other
 
     def where(self, **conditions: Any) -> FlowQuery:
         """This search, narrowed: the same conditions as :func:`query` takes, beside those that are there. ``order`` is replaced."""
@@ -67,14 +67,14 @@ class FlowQuery:
                 known[name] = getattr(self, name) + known[name]
         for name in ("workflow", "signalable"):
             if name in known and getattr(self, name) not in (None, known[name]):
-                known["nothing"] = True
+                known["_nothing"] = True
         for name, nearer in (("before", min), ("after", max), ("limit", min)):
             mine = getattr(self, name)
             if name in known and mine is not None:
                 known[name] = nearer(mine, known[name])
         if "status" in known and self.status:
             known["status"] = tuple(word for word in self.status if word in known["status"])
-            known["nothing"] = known.get("nothing", False) or not known["status"]
+            known["_nothing"] = known.get("_nothing", False) or not known["status"]
         return replace(self, **known)
 
     def __iter__(self) -> Iterator[FlowHandle[Any]]:
@@ -116,7 +116,7 @@ class FlowQuery:
         return int(row[0]) if row else 0
 
     def _where(self) -> tuple[str, list[Any]]:
-        clauses: list[str] = ["1 = 0" if self.nothing else "1 = 1"]
+        clauses: list[str] = ["1 = 0" if self._nothing else "1 = 1"]
         params: list[Any] = []
         if self.workflow is not None:
             clauses.append("r.workflow = ?")

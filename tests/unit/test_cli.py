@@ -980,8 +980,8 @@ def test_show_says_which_signal_a_parked_step_waits_for_and_what_it_has_spent(sh
 
 def test_list_finds_runs_by_the_signal_that_they_wait_for(shop: Shop) -> None:
     """RSIG-1, API query(awaiting_signal, awaiting_retry_signal, signalable)."""
-    other = shop.start()
     run = parked(shop)
+    other = shop.start()
     assert [line["run_id"] for line in shop("list", "--awaiting-retry-signal", "paper", "--json").value] == [run.id]
     assert shop("list", "--awaiting-retry-signal", "ink").out == "no runs match\n"
     assert shop("list", "--awaiting-signal", "paper").out == "no runs match\n"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engine.replay import Replay
     from .engine.rows import BlockEntry
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class _Block:
@@ -27,7 +27,7 @@ class _Block:
 
     what: str
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._replay = replay
         self._built = True
         for position, member in enumerate(members):
@@ -56,12 +56,12 @@ class _Block:
             self._replay.builder_dropped(self._describe())
 
 
-class ParallelBuilder(_Block, Generic[T]):
+class ParallelBuilder(_Block, Generic[T_co]):
     """Steps that run at the same time (PAR-1 ... PAR-4). Every method returns the builder; :meth:`run` comes last."""
 
     what = "parallel"
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._policy: str | None = None
         self._max_in_flight: int | None = None
         super().__init__(replay, members)
@@ -84,7 +84,7 @@ class ParallelBuilder(_Block, Generic[T]):
         self._max_in_flight = n
         return self
 
-    def run(self) -> T:
+    def run(self) -> list[T_co]:
         """The members' results, in the order given, once all of them are there.
 
         Raises:
@@ -96,7 +96,7 @@ class ParallelBuilder(_Block, Generic[T]):
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
-        result: T = state.conclude(replay)
+        result: list[T_co] = state.conclude(replay)
         return result
 
     def _step_into(self, scope: Scope) -> State | None:
@@ -135,12 +135,12 @@ class ParallelBuilder(_Block, Generic[T]):
         return State(None, value=lambda: [value() for value in values if value is not None])
 
 
-class SagaBuilder(_Block, Generic[T]):
+class SagaBuilder(_Block, Generic[T_co]):
     """Steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
 
     what = "saga"
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._comp_policy: str | None = None
         self._parallel: bool | None = None
         self._on_self_failure: bool | None = None
@@ -171,7 +171,7 @@ class SagaBuilder(_Block, Generic[T]):
             self._check_self_failure(self._members)
         return self
 
-    def _check_self_failure(self, members: Sequence[Member]) -> None:
+    def _check_self_failure(self, members: Sequence[Member[Any]]) -> None:
         for member in members:
             if isinstance(member, ParallelBuilder):
                 self._check_self_failure(member._members)
@@ -182,7 +182,7 @@ class SagaBuilder(_Block, Generic[T]):
                     "when it fails; give it compensate_with(actor, ...), or compensate_step_on_self_failure(False) of its own (COMP-10)"
                 )
 
-    def run(self) -> list[T]:
+    def run(self) -> list[T_co]:
         """The results of the steps, in the order given.
 
         Raises:
@@ -194,7 +194,7 @@ class SagaBuilder(_Block, Generic[T]):
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
-        result: list[T] = state.conclude(replay)
+        result: list[T_co] = state.conclude(replay)
         return result
 
     def _step_into(self, scope: Scope) -> State | None:

@@ -272,6 +272,14 @@ class Operator:
         undone = [step for step in report.steps if step.compensation is not None]
         return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone))
 
+    def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
+        """Signal a run; the run as it is afterwards.
+
+        Raises what :meth:`FlowHandle.signal` raises.
+        """
+        self._handle(run_id, "signal").signal(name, payload, key=key)
+        return self.show_run(run_id)
+
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
         engine, sender = self._engine("kick")

@@ -57,7 +57,7 @@ from .rows import (
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .rows import Entry, ReceivedSignal, Scope
+    from .rows import Entry, ReceivedSignal, Scope, SentSignal
 
 
 class Suspend(BaseException):
@@ -117,7 +117,7 @@ class Replay:
         *,
         now: int,
         settings: Settings,
-        record: Callable[[int, str, str, bytes | Callable[[Any], bytes]], bytes] | None = None,
+        record: Callable[[int, str, str, bytes | SentSignal], bytes] | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.now = now
@@ -295,7 +295,7 @@ class Replay:
             if not isinstance(entry, WaitEntry) or entry.what != what or entry.name != name:
                 raise self.mismatch(WaitEntry(0, what, name, "waiting", None).describe())
             self.cursor += 1
-            if entry.is_live:
+            if entry.is_live or entry.status == "cancelled":  # with its run, which is walked only to be looked at
                 raise self.suspend(outside=True)
             return entry
         sequence = self.next_sequence()
@@ -416,8 +416,8 @@ class Replay:
         self.cursor = sequence
         return recorded.value()
 
-    def send_signal(self, name: str, send: Callable[[Any], bytes]) -> Any:
-        """What became of a signal to another run, sent once: ``send`` is called inside the transaction that records it (SIG-3)."""
+    def send_signal(self, name: str, send: Callable[[], SentSignal]) -> Any:
+        """What became of a signal to another run, sent once: the transaction that records it carries it out (SIG-3)."""
         entry = self._next_recorded()
         if entry is not None:
             if not isinstance(entry, SentSignalEntry) or entry.name != name:
@@ -426,7 +426,7 @@ class Replay:
             return entry.value()
         self._ready_to_record()
         sequence = self.cursor + 1
-        recorded = SentSignalEntry(sequence, name, freeze(self._recorded(sequence, "signal", name, send)))
+        recorded = SentSignalEntry(sequence, name, freeze(self._recorded(sequence, "signal", name, send())))
         self.new_entries.append(recorded)
         self.cursor = sequence
         return recorded.value()
@@ -441,7 +441,7 @@ class Replay:
             self.again = True
             raise self.suspend()
 
-    def _recorded(self, sequence: int, kind: str, name: str, data: bytes | Callable[[Any], bytes]) -> bytes:
+    def _recorded(self, sequence: int, kind: str, name: str, data: bytes | SentSignal) -> bytes:
         assert self.record is not None
         _replaying.context = None  # who listens to what is recorded is not the function, and may send
         try:

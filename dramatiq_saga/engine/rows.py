@@ -255,6 +255,15 @@ class Snapshot:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class SentSignal:
+    """A signal that the function sends to another run; ``payload`` is encoded (SIG-3)."""
+
+    run_id: str
+    name: str
+    payload: bytes
+
+
 # --- what is to be written -------------------------------------------------------------------------------------------
 
 

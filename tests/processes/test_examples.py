@@ -45,7 +45,16 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
-    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "retries", "trip_booking", "two_machines"]
+    assert NAMES == [
+        "checkout",
+        "compensations",
+        "demo",
+        "host_transaction",
+        "patched_change",
+        "retries",
+        "trip_booking",
+        "two_machines",
+    ]
 
 
 def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
@@ -113,6 +122,16 @@ def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
         "refused: we have no unicorns",
         "1 order, 1 run",
         "teapot: shipped",
+    ]
+
+
+def test_a_change_finds_orders_in_flight_and_each_goes_its_own_way(copy: Path) -> None:
+    """HISTORY-2."""
+    assert run(copy, "patched_change").splitlines() == [
+        "2 orders in flight, 0 of them do not fit",
+        "['charge-for-order-1', 'shipped']",
+        "['checked', 'charge-for-order-2', 'shipped']",
+        "['checked', 'charge-for-order-3', 'shipped']",
     ]
 
 

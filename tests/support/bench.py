@@ -21,10 +21,10 @@ from dramatiq.brokers.stub import StubBroker
 
 from dramatiq_saga import SagaMiddleware, Settings, workflow
 from dramatiq_saga.clock import Clock, uuid7
-from dramatiq_saga.codec import encode_call
+from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs
+from dramatiq_saga.engine import runs, signals
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -51,6 +51,7 @@ WRITES = {
     "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
     "start": "start.<locals>.operation",
+    "signal": "send.<locals>.operation",
 }
 
 
@@ -255,6 +256,9 @@ class Bench:
 
     def compensate(self, run_id: str) -> bool:
         return runs.compensate(self.engine, run_id, self.sender)
+
+    def signal(self, run_id: str, name: str, payload: Any = None, key: str | None = None) -> None:
+        signals.send(self.engine, signals.Signal(run_id, name, encode(payload, "payload"), key), self.sender)
 
     # --- what the rows say -------------------------------------------------------------------------------------------
 

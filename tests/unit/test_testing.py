@@ -43,7 +43,7 @@ from dramatiq_saga import (
 )
 from dramatiq_saga.brokers import SQLiteBroker
 from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError, SendInsideWorkflowError
-from dramatiq_saga.testing import SagaTester
+from dramatiq_saga.testing import SagaTester, load_history, record_history, replay_history
 from tests.support.pages import ROOT
 
 pytest_plugins = ["dramatiq_saga.testing"]
@@ -817,3 +817,15 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=100, check=False
     )
+
+
+# --- histories -------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_is_recorded_of_a_run_that_never_left_the_test(shop: Shop, saga: SagaTester, tmp_path: Path) -> None:
+    """C68: the file is replayed later, against the code as it is then, without the fixture."""
+    run = saga.start(shop.checkout, "1")
+    saga.drain()
+    path = record_history(run).write(tmp_path / "checkout.json")
+    replayed = replay_history(shop.checkout, load_history(path))
+    assert (replayed.ends, replayed.result) == ("completed", "charge-for-1")

@@ -30,8 +30,8 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
+from .engine import blocks, fence, runs, undoing
 from .engine import drive as drives
-from .engine import fence, runs, undoing
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
@@ -130,7 +130,7 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
+        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries", "retry_asked",
         "retry_sent", "run_id", "state",
     )  # fmt: skip
 
@@ -146,6 +146,10 @@ class Delivery:
             self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind == "drive"
+        self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
+        if kind == "callback":
+            self.group = facts.get("block"), facts.get("first"), facts.get("last")
+            known = all(type(number) is int for number in self.group)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -316,7 +320,9 @@ class Runner:
         if not landed and job.kind == "step":
             undoing.body_reported(self.engine, claim, self.sender)
         if job.kind == "step":
-            outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
+            outcome = fence.Outcome(
+                "refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text, block=claim.block
+            )
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
             undoing.settle(
@@ -458,6 +464,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
@@ -484,6 +491,7 @@ class Runner:
                 self._put_back_after(delivery, delay)
 
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _go_on_rolling_back(self, lost: Lost) -> None:
@@ -505,6 +513,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -540,11 +549,18 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
-            else:
+            elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
+
+    def _called_back(self, delivery: Delivery) -> bool:
+        assert delivery.group is not None
+        block, first, last = delivery.group
+        return blocks.called_back(
+            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+        )
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
@@ -581,8 +597,7 @@ class Runner:
 
         def part() -> None:
             if claim.job.kind == "step":
-                outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
-                fence.settle(self.engine, outcome, self.sender, None)
+                fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
                 undoing.settle(
                     self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
@@ -608,6 +623,12 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _count_not(delivery: Delivery) -> None:
+    """Keep Dramatiq from counting this delivery as a member that has succeeded: nothing ran here (PAR-2). The count is not believed
+    anyway, but one that is right spares the run a callback that comes early."""
+    delivery.message.options.pop("group_completion_callbacks", None)
 
 
 def _say_where(failure: BaseException, claim: Claim) -> None:

@@ -141,6 +141,7 @@ class Replay:
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
         self.recording: str | None = None
+        self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -283,10 +284,21 @@ class Replay:
         self.unrecorded = True
         return entry
 
-    def cancel_members(self, block: int) -> None:
+    def cancel_members(self, block: BlockEntry, failed_by: int) -> None:
         """Members of a block that are not running are not wanted any more (PAR-4). Which those are, the rows decide."""
-        self.more.cancelled.append(block)
+        self.more.cancelled.append((block.sequence, failed_by))
         self.again = True
+
+    def release_member(self, entry: StepEntry) -> None:
+        """A member that was held back may run now (PAR-1)."""
+        self.more.released.append(entry)
+        self.changed[entry.sequence] = replace(entry, extra=replace(entry.extra, held_back=False))
+
+    def finish_block(self, block: BlockEntry) -> None:
+        """Nothing of a block is live any more."""
+        self.more.finished.append(block.sequence)
+        if block.sequence <= self.recorded:
+            self.changed[block.sequence] = replace(block, ended=True)
 
     def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
         """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""
@@ -525,6 +537,7 @@ def _walk(
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     if context.error is not None:
         raise HoldRun(context.error)
@@ -538,6 +551,7 @@ def _walk(
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,9 +50,11 @@ def test_every_example_is_tested() -> None:
         "checkout",
         "compensations",
         "demo",
+        "fan_out",
         "host_transaction",
         "patched_change",
         "retries",
+        "testing",
         "trip_booking",
         "two_machines",
     ]
@@ -116,6 +119,21 @@ def test_a_trip_is_undone_side_by_side_halts_and_is_resumed(copy: Path) -> None:
     ]
 
 
+def test_albums_are_published_photo_by_photo_or_not_at_all(copy: Path) -> None:
+    """PAR-1, PAR-4, C19."""
+    lines = run(copy, "fan_out").splitlines()
+    assert [line for line in lines if "claim_lost" not in line] == [  # the message of the member that was cancelled
+        "holidays: 4 photos",
+        "deleting the thumbnail of aunt.jpg",
+        "attic: failed, rollback done",
+        "  step 1 list_photos: completed",
+        "  step 3 make_thumbnail: completed",
+        "  step 4 make_thumbnail: failed",
+        "  step 5 make_thumbnail: cancelled",
+        "empty: 0 photos",
+    ]
+
+
 def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
     """HOST-1, C08."""
     assert run(copy, "host_transaction").splitlines() == [
@@ -152,3 +170,10 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:
+    """C61."""
+    output = run(copy, "testing")
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
+    assert not list((copy / "examples" / "testing").glob("*.db*"))

@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 from .builders import ActionBuilder
 from .clock import moment_to_ms, to_ms
 from .codec import decode, encode
-from .engine.replay import Replay, current_replay
+from .engine.replay import Replay, current_replay, here
 from .engine.rows import SentSignal
 from .engine.signals import raise_refusal
 from .errors import SagaError, SignalTimeoutError
@@ -73,7 +73,7 @@ class Flow:
         """
         replay = self._replay
         # The way that a long history takes on every drive: recorded, completed, nothing left to build.
-        if replay.cursor < replay.recorded and not replay.suspended and replay.error is None:
+        if replay.cursor < replay.straight and here.context is replay:
             entry = replay.entries[replay.cursor]
             if entry.kind == "step" and entry.status == "completed" and entry.actor == actor.actor_name:  # type: ignore[union-attr]
                 replay.cursor += 1

@@ -90,6 +90,9 @@ class _Replaying(threading.local):
 
 _replaying = _Replaying()
 
+#: For those who cannot afford a call to :func:`current_replay`.
+here = _replaying
+
 
 def current_replay() -> Replay | None:
     """The replay that this thread is in the middle of, if any."""
@@ -124,6 +127,7 @@ class Replay:
         self.settings = settings
         self.entries = snapshot.entries
         self.recorded = len(snapshot.entries)
+        self.straight = self.recorded  # up to here Flow.run() may go straight; nowhere once the function must not go on
         self.cursor = 0
         self.record = record
         self.steps: list[NewStep] = []
@@ -171,12 +175,14 @@ class Replay:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
         if self.error is None:
             self.error = error
+        self.straight = 0
         return error
 
     def builder_dropped(self, what: str) -> None:
         """A builder was thrown away without ``run()``; learnt at the next use of ``flow``, or at the end."""
         if not self.suspended and self.error is None:
             self.error = BuilderNotRunError(what)
+            self.straight = 0
 
     def recorded_step(self, actor: str) -> StepEntry | None:
         """The step recorded at the next sequence, moving past it; ``None`` where the function has reached new ground."""
@@ -405,6 +411,7 @@ class Replay:
     def suspend(self, *, outside: bool = False) -> Suspend:
         """The function cannot go on; raise what this returns. ``outside``: no worker has anything to do for it now."""
         self.suspended = True
+        self.straight = 0
         self.outside = outside
         return Suspend()
 

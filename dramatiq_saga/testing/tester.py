@@ -13,12 +13,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from unittest import mock
 
 import dramatiq
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: What an actor can be made to do: a function that gives what the actor gives, a coroutine function, or an exception.
+Substitute: TypeAlias = Callable[..., R] | Callable[..., Awaitable[R]] | BaseException | type[BaseException]
 
 #: So many messages at one moment, or in one call, look like a workflow that never ends.
 LIMIT = 10_000
@@ -146,7 +149,7 @@ class SagaTester(Watcher):
         with self._running("advance()"):
             self._run(until=self._clock.now() + span)
 
-    def replace(self, actor: Actor[Any, Any], substitute: Callable[..., Any] | BaseException | type[BaseException]) -> None:
+    def replace(self, actor: Actor[..., R], substitute: Substitute[R]) -> None:
         """For the rest of the test ``actor`` does something else: what a function does, or raise an exception.
 
         The actor keeps its name, its queue and its options, tries included. Steps, compensations, ordinary messages and direct calls
@@ -393,7 +396,7 @@ class SagaTester(Watcher):
             before = self._functions.get(run_id)
             self._functions[run_id] = error
             # A replay that is repeated raises it once more, as another object.
-            if not isinstance(error, SagaError) and (type(before), str(before)) != (type(error), str(error)):
+            if not isinstance(error, FlowError) and (type(before), str(before)) != (type(error), str(error)):
                 start_at_the_code_under_test(error)
                 self._errors.append(error)
                 self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, assert_type
+from unittest.mock import Mock
 
 import dramatiq
 
@@ -28,6 +29,7 @@ from dramatiq_saga import (
 from dramatiq_saga.builders import ActionBuilder
 from dramatiq_saga.codec import TaggedJSONEncoder
 from dramatiq_saga.settings import Context
+from dramatiq_saga.testing import SagaTester
 
 
 @dramatiq.actor(max_retries=3)
@@ -226,3 +228,29 @@ def settings() -> None:
     Settings(context=Context(capture=lambda: "acme", restore=lambda captured: None))
     Settings(context=Context(capture=lambda one: one))  # type: ignore[arg-type, misc]
     Settings(contxt=Context())  # type: ignore[call-arg]
+
+
+# --- testing ---------------------------------------------------------------------------------------------------------
+
+
+async def another_fetch(order: str) -> bytes:
+    return b""
+
+
+def testing(saga: SagaTester) -> None:
+    assert_type(saga.start(checkout, "a"), FlowHandle[dict[str, str]])
+    saga.start(checkout, 1)  # type: ignore[arg-type]
+    saga.start(checkout)  # type: ignore[call-arg]
+    saga.start(charge, "a")  # type: ignore[arg-type]
+    saga.replace(charge, lambda order, amount=1: {"id": order})
+    saga.replace(charge, lambda order, amount=1: 3)  # type: ignore[arg-type]
+    saga.replace(fetch, lambda order: b"")
+    saga.replace(fetch, another_fetch)
+    saga.replace(refund, Mock())
+    saga.replace(charge, ConnectionError)
+    saga.replace(charge, ConnectionError("down"))
+    saga.replace(charge, {"id": "a"})  # type: ignore[arg-type]
+    saga.replace(checkout, ConnectionError)  # type: ignore[arg-type]
+    saga.advance(timedelta(days=30))
+    saga.advance("a day")  # type: ignore[arg-type]
+    assert_type(saga.errors, list[BaseException])

@@ -151,6 +151,7 @@ class RunReport:
             **_common(row, step),
             "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
+            "block": row.block, "position": row.position, "held_back": row.held_back,
             "compensation": None if compensation is None else {
                 **_common(compensation.row, compensation),
                 "level": compensation.row.level, "beside": list(compensation.beside), "undoes": compensation.row.undoes,

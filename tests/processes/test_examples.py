@@ -53,8 +53,10 @@ def test_every_example_is_tested() -> None:
         "demo",
         "fan_out",
         "host_transaction",
+        "invoices",
         "patched_change",
         "retries",
+        "tenants",
         "testing",
         "two_machines",
     ]
@@ -141,6 +143,29 @@ def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
         "refused: we have no unicorns",
         "1 order, 1 run",
         "teapot: shipped",
+    ]
+
+
+def test_invoices_keep_money_as_money_and_dates_as_dates(copy: Path) -> None:
+    """CODEC-3, with async steps."""
+    assert run(copy, "invoices").splitlines() == [
+        "posted: 21.89 USD",
+        "reminders: 2026-02-22 2026-03-01",
+        "withdrawing the invoice of 0.10 USD",
+        "failed",
+    ]
+
+
+def test_each_tenants_run_sees_its_tenant(copy: Path) -> None:
+    """CTX-1: in one thread of a worker, steps and undos of both in any order."""
+    lines = [line for line in run(copy, "tenants").splitlines() if not line.startswith("20")]  # without log lines
+    assert lines[0] == "without a tenant, no run is started"
+    assert sorted(lines[1:]) == [
+        "[acme] selling teapot",
+        "[globex] selling teapot",
+        "[globex] teapot was not sold",
+        "acme: acme-teapot",
+        "globex: step 2 (reserve) failed: LookupError: globex is sold out",
     ]
 
 

@@ -101,7 +101,9 @@ def options_keep_the_type(flow: Flow) -> None:
 
 def retried_steps(flow: Flow) -> None:
     assert_type(flow.action(count, "a").retry_on_signal("go", max_retries=1, only=ValueError).run(), int)
-    policy = RetryPolicy("go", wait_seconds=timedelta(days=3), only=[ValueError, KeyError], when=lambda context: context.cap is None)
+    policy = RetryPolicy(
+        "go", wait_seconds=timedelta(days=3), only=[ValueError, KeyError], when=lambda context: context.cap is None
+    )
     assert_type(flow.optional_action(count, "a").retry_on_signal(policy).run(), int | None)
     assert_type(flow.action(count, "a").retry_on_signal(policy).fallback_value_on_fail("none").run(), int | str)
 

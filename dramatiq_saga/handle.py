@@ -27,7 +27,7 @@ from .errors import (
 )
 from .flow import tag_text
 from .statuses import FlowStatus, RollbackStatus
-from .views import ActionView, CompensationView, EventView
+from .views import ActionView, ChildView, CompensationView, EventView
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -49,6 +49,7 @@ _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE r
 _COMPENSATIONS = (
     f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
+_CHILDREN = f"SELECT {', '.join(ChildView.COLUMNS)} FROM {{children}} WHERE run_id = ? ORDER BY sequence"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 
 
@@ -127,7 +128,7 @@ class FlowHandle(Generic[R]):
         Raises:
           ConcurrentTransitionError: the run has ended otherwise; the error says how.
         """
-        return runs.cancel(self._engine, self.id, reason)
+        return runs.cancel(self._engine, self.id, self._middleware.sender(self._broker), reason)
 
     def compensate(self, reason: str | None = None) -> bool:
         """Undo what the run has done, then end it as ``cancelled``; false where it already is cancelled or rolling back (COMP-1).
@@ -183,6 +184,10 @@ class FlowHandle(Generic[R]):
     def compensations(self) -> list[CompensationView]:
         """The run's compensations, in the order in which they run."""
         return [CompensationView(*row) for row in self._engine.store.read(lambda tx: tx.all(_COMPENSATIONS, (self.id,)))]
+
+    def children(self) -> list[ChildView]:
+        """The run's child runs as it knows them, oldest first (CHILD-1); ``get_flow(child.child_id)`` is a handle on one."""
+        return [ChildView(*row) for row in self._engine.store.read(lambda tx: tx.all(_CHILDREN, (self.id,)))]
 
     def events(self) -> list[EventView]:
         """The run's history, oldest first (EVENT-1)."""

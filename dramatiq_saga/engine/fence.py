@@ -124,7 +124,7 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
-    if engine.drives(outcome.workflow):
+    if engine.drives(outcome.workflow, outcome.queue):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
                 return True
@@ -143,7 +143,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     snapshot = engine.cache.get(job.run_id)
     if snapshot is None or (outcome.known is not None and outcome.known != (snapshot.revision, snapshot.wakes)):
         snapshot = load(engine, job.run_id)
-    if snapshot is None or job.sequence > len(snapshot.entries):
+    if snapshot is None or job.sequence > len(snapshot.entries) or snapshot.close_request is not None:
         return False
     entry = snapshot.entries[job.sequence - 1]
     if not isinstance(entry, StepEntry):
@@ -167,12 +167,15 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        family = drive.family_of(engine, after, decision, plan)
+        outbox.load(drive.messages(snapshot, decision, plan, family=family, now=now))
     except NeedsRecording:
         return False
     lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
+        if family is not None:
+            family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
@@ -187,6 +190,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
             wakes=1,
             plan=plan,
             entries=after.entries,
+            family=family,
         ):
             raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
@@ -196,6 +200,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
+    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         outbox.delivered()
@@ -209,7 +214,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     job = outcome.job
     outbox = sender.outbox(delivery)
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
-    here = engine.drives(outcome.workflow)
+    here = engine.drives(outcome.workflow, outcome.queue)
     now = engine.now()
     lines = [_line(outcome)]
 

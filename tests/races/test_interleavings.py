@@ -1215,7 +1215,7 @@ def test_writers_of_one_run_never_deadlock(
 
     workers = [Background(lambda number=number: work(number)) for number in range(8)]  # type: ignore[misc]
     eventually(lambda: shop.count("charge") > size)
-    runs.cancel(driver.engine, run)
+    runs.cancel(driver.engine, run, driver.sender)
     for background in workers:
         background.result()
     assert seen == []

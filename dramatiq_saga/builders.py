@@ -22,9 +22,10 @@ from dramatiq import Actor, Broker, Message
 from .advice import advise
 from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
+from .coroutines import refuse_without_loop
 from .engine.replay import Replay
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, NotSerializableError, SagaError, StepExpiredError
+from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError
 from .options import check_options
 from .statuses import CompensationFailurePolicy
 
@@ -167,6 +168,7 @@ class ActionBuilder(Generic[R]):
         self._reclaim = Reclaim("reclaim_stale_after")
         self._comp_reclaim = Reclaim("reclaim_compensation_stale_after")
         if not replay.is_replaying:
+            self._check_loop(actor)
             self._encoded = bind(actor, args, kwargs)
         else:
             self._args = (args, kwargs)
@@ -185,6 +187,7 @@ class ActionBuilder(Generic[R]):
         if isinstance(actor_or_builder, Actor):
             self._compensation_call = (actor_or_builder, args, kwargs)
             if not self._replay.is_replaying:
+                self._check_loop(actor_or_builder)
                 self._compensation = compensation(actor_or_builder, args, kwargs)
             else:
                 self._compensation = CompensationSpec(actor_or_builder.actor_name, None)
@@ -290,6 +293,13 @@ class ActionBuilder(Generic[R]):
             raise NotSerializableError("with_options()", str(error)) from None
         self._options.update(options)
         return self
+
+    def _check_loop(self, actor: Actor[Any, Any]) -> None:
+        """No worker could run it: an author's mistake, mended by a deploy, so the run is held."""
+        try:
+            refuse_without_loop(actor)
+        except MiddlewareOrderError as error:
+            raise self._replay.fault(error) from None
 
     def _check_spelling(self, name: str) -> None:
         """Middleware may read options that it has not announced, so only what looks like an announced one is refused."""

@@ -17,6 +17,7 @@ from uuid import UUID, uuid4
 from .builders import ActionBuilder
 from .child_builder import ChildBuilder, ChildWorkflow
 from .clock import moment_to_ms, to_ms
+from .codec import decode
 from .engine.replay import Replay, current_replay
 from .errors import SagaError, SignalTimeoutError
 from .groups import ParallelBuilder, SagaBuilder
@@ -69,7 +70,7 @@ class Flow:
             entry = replay.entries[replay.cursor]
             if entry.kind == "step" and entry.status == "completed" and entry.actor == actor.actor_name:  # type: ignore[union-attr]
                 replay.cursor += 1
-                return entry.value()  # type: ignore[no-any-return, union-attr, misc]
+                return entry.value()  # type: ignore[no-any-return, union-attr, misc, operator]
         return ActionBuilder(self._use(), actor, args, kwargs).run()
 
     def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R]:
@@ -93,7 +94,7 @@ class Flow:
           TypeError, ValueError: the key cannot be.
         """
         replay = self._use()
-        if not replay.is_replaying:
+        if replay.on_new_ground():
             short_text(key, "the key of a side effect", limit=NAME_LENGTH)
         value: T = replay.side_effect(key, fn)
         return value
@@ -131,7 +132,7 @@ class Flow:
         """
         replay = self._use()
         due_at = None
-        if not replay.is_replaying:
+        if replay.on_new_ground():
             short_text(name, "a signal's name", limit=NAME_LENGTH)
             wait = replay.settings.monitor.expiration.defaults.signal if wait_seconds is None else wait_seconds
             due_at = None if wait is None else replay.now + _duration(wait, "wait_seconds")
@@ -144,12 +145,12 @@ class Flow:
     def sleep(self, duration: float | timedelta) -> None:
         """Go on after ``duration``, in seconds or as a ``timedelta``: a row, not a thread that waits (TIMER-1)."""
         replay = self._use()
-        replay.wait("timer", None, None if replay.is_replaying else replay.now + _duration(duration, "sleep()"))
+        replay.wait("timer", None, replay.now + _duration(duration, "sleep()") if replay.on_new_ground() else None)
 
     def sleep_until(self, moment: datetime) -> None:
         """Go on at ``moment``, an aware ``datetime``; at once where it has passed (TIMER-1)."""
         replay = self._use()
-        replay.wait("timer", None, None if replay.is_replaying else moment_to_ms(moment))
+        replay.wait("timer", None, moment_to_ms(moment) if replay.on_new_ground() else None)
 
     def now(self) -> datetime:
         """The present, recorded: the same moment in every replay of the run. Aware, in UTC."""
@@ -169,7 +170,11 @@ class Flow:
         """Whether this run takes the new way at a change of the workflow (HISTORY-2).
 
         True for runs that had not passed this point when the change was deployed, and for new ones; false for those that had.
-        What it was for a run it stays, wherever the run asks again.
+        What it was for a run it stays, wherever the run asks again. A call may be removed once every run that was started before
+        the change has ended.
+
+        Raises:
+          TypeError, ValueError: ``change_id`` is not short text.
         """
         replay = self._use()
         short_text(change_id, "a change's id", limit=NAME_LENGTH)
@@ -200,6 +205,12 @@ class Flow:
     def version(self) -> str | None:
         """The version that the workflow declared when this run was started (HISTORY-2)."""
         return self._replay.snapshot.version
+
+    @property
+    def context(self) -> Any:
+        """What was captured when the run was sent, whether or not it is restored (CTX-1); ``None`` where nothing was."""
+        travelling = self._replay.snapshot.context
+        return None if travelling is None else decode(travelling)
 
     @property
     def is_replaying(self) -> bool:

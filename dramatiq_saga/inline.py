@@ -13,6 +13,7 @@ from dramatiq.broker import MessageProxy
 from dramatiq.middleware import Retries
 
 from .codec import load_error
+from .coroutines import body_of, inline_loop
 from .engine import drive as drives
 from .engine import runs
 from .engine.sender import InlineSender
@@ -56,8 +57,9 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     if not runs.start(engine, new, sender):
         return
     runner = middleware.runner(broker).inlined(sender)
-    while sender.queue:
-        run_message(runner, sender.queue.popleft())
+    with inline_loop():
+        while sender.queue:
+            run_message(runner, sender.queue.popleft())
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))
     if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
         return
@@ -86,11 +88,11 @@ def run_message(runner: Runner, outgoing: Outgoing) -> None:
         )
         runner.refuse(job, outgoing.actor, error)
         return
-    plain = getattr(actor.fn, "__wrapped__", actor.fn)
+    body = body_of(actor)
     tries = outgoing.tries
     while True:
         try:
-            runner.perform(delivery, plain)
+            runner.perform(delivery, body)
             return
         except Exception as error:
             if delivery.state != "failed":

@@ -45,6 +45,7 @@ from dramatiq.results import Results
 
 from .barriers import ensure_group_callbacks
 from .brokers.database import DatabaseBroker
+from .coroutines import body_of
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
 from .engine.rows import Outgoing
@@ -230,6 +231,8 @@ class SagaMiddleware(Middleware):
         if getattr(actor, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
             return
         plain = actor.fn
+        actor.__saga_plain__ = plain  # type: ignore[attr-defined]
+        body = body_of(actor)
         local = self._local
 
         @functools.wraps(plain)
@@ -239,7 +242,7 @@ class SagaMiddleware(Middleware):
                 refuse_inside_workflow(f"calling actor {actor.actor_name} (write flow.run({actor.actor_name}, ...))")
                 return plain(*args, **kwargs)
             local.pending = None
-            return self.runner(broker).perform(delivery, plain)
+            return self.runner(broker).perform(delivery, body)
 
         actor.fn = call
         actor.__saga_wrapped__ = self  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeL
 from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
+from .context import Around, restorer
 from .engine import children, fence, runs, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
@@ -62,6 +63,7 @@ MAX_HOP_MS = 60_000
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
 
 
 class _Marks:
@@ -128,7 +130,7 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
+        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
         "retry_sent", "run_id", "state",
     )  # fmt: skip
 
@@ -148,6 +150,7 @@ class Delivery:
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.body: Body | None = None
+        self.around = Around()
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
@@ -169,6 +172,7 @@ class Runner:
         self.engine = engine
         self.broker = broker
         self.sender = sender
+        self.restore = restorer(engine.settings)
         self.stopping = threading.Event()
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
@@ -262,7 +266,7 @@ class Runner:
                     return
                 options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
-            body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+            body = delivery.body = Body(lambda into: self._call(delivery, step, fn, into), None if self.inline else self.broker)
         if body is not None and not body.started and claim.stale_at is not None and self.engine.now() >= claim.stale_at:
             # Stalled since the claim (a pause, a slow listener): another worker may have taken the row over, or even be done.
             # Claiming again tells, by the same statement. test_a_worker_that_stalls_between_claim_and_body_claims_again
@@ -276,6 +280,8 @@ class Runner:
         outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
         _current.set(outer)
+        # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
+        delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)
         self._conclude(delivery, claim, body)
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
@@ -318,10 +324,14 @@ class Runner:
             )
         delivery.state = "done"
 
-    def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+    def _call(self, delivery: Delivery, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+        claim = delivery.claim
+        assert claim is not None
         args, kwargs = decode(claim.args)
         token = _current.set(step)
         try:
+            if self.restore is not None and claim.context is not None:
+                delivery.around.enter(self.restore, claim.context)
             # Called, and its value kept, from C: an interrupt can come before or after both, not in between.
             into.extend(starmap(partial(fn, **kwargs) if kwargs else fn, (args,)))
         finally:
@@ -333,7 +343,8 @@ class Runner:
         undoes = None
         if claim.undoes is not None:
             outcome, key = claim.undoes
-            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, (claim.job.run_id, claim.job.sequence)))
+            where = (claim.job.run_id, claim.job.sequence)
+            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, where) or tx.one(_UNDONE_CHILD, where))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine

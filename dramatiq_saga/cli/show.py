@@ -120,6 +120,8 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
     if row.status == "failed":
         return f"{status} for good after {times(row.tries, 'try', 'tries')}{_ended(row)}"
+    if row.status == "optional_failed":
+        return f"failed for good after {times(row.tries, 'try', 'tries')}{_ended(row)}; it is optional, so the run went on"
     if row.status == "completed":
         extra = f" after {times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
         return f"{status}{extra}{_ended(row)}"

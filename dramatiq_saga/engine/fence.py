@@ -42,16 +42,19 @@ _COMPLETE = (
     "UPDATE {action_runs} SET status = 'completed', result = ?, error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
     f"WHERE {_OWN}"
 )
+# A failure for good. Of an optional step it is no failure of the run (OPT-1), unless its retries on signal come first: whether
+# those are over is for a replay to say (RSIG-2).
+_FINAL = "CASE WHEN optional = TRUE AND retry_policy IS NULL THEN 'optional_failed' ELSE 'failed' END"
 _FAIL = (
-    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, "
-    f"ended_at = ? WHERE {_OWN}"
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
+    f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
 )
 _GIVE_UP = (
-    "UPDATE {action_runs} SET given_up = TRUE, ended_at = ?, next_try_at = NULL "
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, given_up = TRUE, ended_at = ?, next_try_at = NULL "
     "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
 )
 _REFUSE = (
-    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
     "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
 )
 _FRESH = (
@@ -152,9 +155,11 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if outcome.kind == "given_up" and outcome.error is None:
         error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
     value = None if outcome.result is None else freeze(outcome.result)
+    completed = outcome.kind == "completed"
     entry = entry.settled(
-        status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
-    )
+        status="completed" if completed else entry.final_failure, given_up=not completed, attempts=outcome.attempts, value=value,
+        error=error,
+    )  # fmt: skip
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]
     if engine.replay_cost.get(job.run_id, 0.0) > SLOW_REPLAY:
@@ -171,7 +176,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.load(drive.messages(snapshot, decision, plan, family=family, now=now))
     except NeedsRecording:
         return False
-    lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
+    lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
         if family is not None:
@@ -216,7 +221,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
     here = engine.drives(outcome.workflow, outcome.queue)
     now = engine.now()
-    lines = [_line(outcome)]
+    lines: list[history.Line] = []
 
     def operation(tx: Tx) -> tuple[bool, bool]:
         if tx.dialect != "sqlite":
@@ -224,6 +229,8 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome)
         tx.run(_WAKE, (now, job.run_id))
+        row = None if outcome.kind == "completed" else tx.one(_READ_ROW, (job.run_id, job.sequence))
+        lines[:] = _lines(outcome, "" if row is None else row[0])
         engine.record(tx, job.run_id, now, lines)
         if here:
             outbox.keep(tx)
@@ -273,19 +280,22 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if row is None:
         return False
     status, attempts, given_up = row[:3]
-    return bool(status == outcome.status and attempts == outcome.attempts and (outcome.kind == "completed" or given_up))
+    if outcome.kind == "completed":
+        return bool(status == "completed" and attempts == outcome.attempts)
+    return bool(status in ("failed", "optional_failed") and attempts == outcome.attempts and given_up)
 
 
-def _line(outcome: Outcome) -> history.Line:
-    kind = _LINES[outcome.kind]
-    return history.Line(
-        kind,
-        sequence=outcome.job.sequence,
-        name=outcome.actor,
-        attempt=outcome.attempts,
-        payload=outcome.result,
-        error=outcome.error,
-    )
+def _lines(outcome: Outcome, status: str) -> list[history.Line]:
+    """What the history says of an outcome that has put the row into ``status``."""
+    sequence, actor, attempts = outcome.job.sequence, outcome.actor, outcome.attempts
+    lines = [
+        history.Line(
+            _LINES[outcome.kind], sequence=sequence, name=actor, attempt=attempts, payload=outcome.result, error=outcome.error
+        )
+    ]
+    if status == "optional_failed":
+        lines.append(history.Line(history.ACTION_OPTIONAL_FAILED, sequence=sequence, name=actor, attempt=attempts))
+    return lines
 
 
 def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:

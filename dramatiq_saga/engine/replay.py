@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
+from ..context import Around, restorer
 from ..errors import (
     BuilderNotRunError,
     HistoryMismatchError,
@@ -131,7 +132,8 @@ class Replay:
         self.changed: dict[int, Entry] = {}  # recorded entries that this decision changes
         self.unrecorded = False  # some of the new entries exist only once the decision has been committed
         self.tags: dict[str, str | None] = {}
-        self.patches: dict[str, bool] = {}
+        self._patches: dict[str, bool] | None = None  # change id -> the way that this run goes there
+        self._refused: list[str] = []  # changes that it goes past the old way, which is not recorded yet
         self._more: More | None = None
         self.again = False
         self.suspended = False
@@ -220,6 +222,11 @@ class Replay:
             self.cursor += 1
         return self.cursor > start
 
+    def on_new_ground(self) -> bool:
+        """Whether everything that is recorded has been walked over, version gates that nobody asks for any more aside."""
+        self.past_patches()
+        return self.cursor >= self.recorded
+
     def mismatch(self, asked: str) -> SagaError:
         """The history does not fit (HISTORY-1)."""
         entry = self.entries[self.cursor]
@@ -227,6 +234,8 @@ class Replay:
 
     def next_sequence(self) -> int:
         """Take the next sequence for something new."""
+        if self._refused:
+            self._record_refused()
         self.cursor += 1
         return self.cursor
 
@@ -314,7 +323,8 @@ class Replay:
         data = encode(make(), name)
         sequence = self.next_sequence()
         self.more.markers.append(Marker(sequence, kind, name, data))
-        entry = PatchEntry(sequence, name) if kind == "patch" else SideEffectEntry(sequence, name, freeze(data))
+        value = freeze(data)
+        entry = PatchEntry(sequence, name, value()) if kind == "patch" else SideEffectEntry(sequence, name, value)
         self.new_entries.append(entry)
         self.unrecorded = True
         return entry
@@ -332,25 +342,28 @@ class Replay:
         return entry.value()
 
     def patched(self, change_id: str) -> bool:
-        """Whether this run goes the new way at that change (HISTORY-2)."""
-        known = self.patches.get(change_id)
+        """Whether this run goes the new way at that change (HISTORY-2).
+
+        What is recorded of a change counts, wherever it stands. Where nothing is, the run is asked for the first time: on new
+        ground it goes the new way, and on recorded ground it went past this point before the change. Either answer is recorded
+        with the next thing that the run does, so that nothing can follow from an answer that a later drive would not give.
+        """
+        if self._patches is None:
+            self._patches = {entry.name: entry.value for entry in reversed(self.entries) if isinstance(entry, PatchEntry)}
+        known = self._patches.get(change_id)
         if known is None:
-            known = self.patches[change_id] = self._gate(change_id)
+            known = self._patches[change_id] = self.on_new_ground()
+            if known:
+                self.mark("patch", change_id, lambda: True)
+            else:
+                self._refused.append(change_id)
         return known
 
-    def _gate(self, change_id: str) -> bool:
-        ahead = self.cursor
-        while ahead < self.recorded:
-            entry = self.entries[ahead]
-            if not isinstance(entry, PatchEntry):
-                return False  # it went past this point before the change
-            ahead += 1
-            if entry.name == change_id:
-                self.cursor = ahead
-                return True
-        self.cursor = ahead
-        self.mark("patch", change_id, lambda: None)
-        return True
+    def _record_refused(self) -> None:
+        """Changes that this run goes past the old way, put down where it comes to new ground."""
+        refused, self._refused = self._refused, []
+        for change_id in refused:
+            self.mark("patch", change_id, lambda: False)
 
     # --- steps and children that run again when a signal comes (RSIG-1) ---------------------------------------------
 
@@ -431,6 +444,8 @@ class Replay:
         """What stands before it is recorded first: a history has no gaps."""
         if self.record is None:
             raise NeedsRecording
+        if self._refused:
+            self._record_refused()
         if self.unrecorded:
             self.again = True
             raise self.suspend()
@@ -468,6 +483,24 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
     args, kwargs = context.snapshot.args()
+    travelling = context.snapshot.context
+    restore = None if travelling is None else restorer(context.settings)
+    if restore is None or travelling is None:
+        return _walked(function, context, make_flow, args, kwargs)
+    around = Around()
+    try:
+        around.enter(restore, travelling)
+    except Exception as error:  # CTX-1: the function does not run without its context
+        raise HoldRun(error) from error
+    try:
+        return _walked(function, context, make_flow, args, kwargs)
+    finally:
+        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+
+
+def _walked(
+    function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any], args: list[Any], kwargs: dict[str, Any]
+) -> Decision:
     try:
         return _walk(function, context, make_flow, args, kwargs)
     finally:

@@ -21,7 +21,7 @@ from ..errors import CompensationFailedError, SagaError
 from . import undoing
 from .claim import idempotency_key
 from .replay import HoldRun
-from .rows import CompensationSpec, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, CompensationSpec, Entry, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -33,6 +33,12 @@ _STEPS = (
     "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_on_self_failure, "
     "comp_policy, comp_reclaim_stale_after_seconds, reclaim_stale_at, time_limit_at, comp_from_result, comp_group, comp_parallel "
     "FROM {action_runs} WHERE run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE) ORDER BY sequence DESC"
+)
+# A child that has completed, as a step would stand there; what it did itself it undoes itself (CHILD-3).
+_CHILDREN = (
+    "SELECT sequence, status, FALSE, 0, cycle, NULL, comp_actor, comp_args, comp_options, FALSE, comp_policy, "
+    "comp_reclaim_stale_after_seconds, NULL, NULL, comp_from_result, comp_group, comp_parallel FROM {children} "
+    "WHERE run_id = ? AND status = 'completed' AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
 )
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
@@ -85,14 +91,10 @@ def draft(
     """
     resolved: dict[int, CompensationSpec] = dict(decision.resolved) if decision else {}
     plan = Plan(ends_as, decision.error if decision else None, reason)
-    candidates = [
-        entry for entry in snapshot.entries
-        if isinstance(entry, StepEntry) and (entry.comp_actor is not None or entry.comp_from_result)
-    ]  # fmt: skip
-    if not candidates:
+    entries = {entry.sequence: entry for entry in map(_candidate, snapshot.entries) if entry is not None}
+    if not entries:
         return plan
-    entries = {entry.sequence: entry for entry in candidates}
-    rows = engine.store.read(lambda tx: tx.all(_STEPS, (snapshot.run_id,)))
+    rows = engine.store.read(lambda tx: _undoable(tx, snapshot))
     now = engine.now()
     for row in rows:
         entry = entries.get(row[0])
@@ -114,6 +116,28 @@ def draft(
             plan.rows.append(planned)
     plan.messages = _first(snapshot.run_id, plan.rows, now)
     return plan
+
+
+def _candidate(entry: Entry) -> StepEntry | None:
+    """What may have to be undone: a step, or a child that has completed, taken as a step."""
+    if not isinstance(entry, StepEntry | ChildEntry) or (entry.comp_actor is None and not entry.comp_from_result):
+        return None
+    if isinstance(entry, StepEntry):
+        return entry
+    if entry.status != "completed":
+        return None
+    return StepEntry(
+        entry.sequence, entry.workflow, entry.status, cycle=entry.cycle, comp_actor=entry.comp_actor, comp_ready=entry.comp_ready,
+        comp_from_result=entry.comp_from_result, extra=entry.extra,
+    )  # fmt: skip
+
+
+def _undoable(tx: Tx, snapshot: Snapshot) -> list[tuple[Any, ...]]:
+    """The rows of steps and children with compensations, the last first."""
+    rows = tx.all(_STEPS, (snapshot.run_id,))
+    if any(isinstance(entry, ChildEntry) for entry in snapshot.entries):
+        rows = sorted([*rows, *tx.all(_CHILDREN, (snapshot.run_id,))], key=lambda row: int(row[0]), reverse=True)
+    return rows
 
 
 def _level(above: list[dict[str, Any]], group: int | None) -> int:
@@ -199,7 +223,8 @@ def _undoes(entry: StepEntry, on_self_failure: bool) -> str | None:
     if entry.status == "completed":
         return "completed"
     kind = load_error(entry.error)["type"].rsplit(".", 1)[-1] if entry.error else ""
-    if entry.status == "failed" and entry.given_up and kind == "ResultNotSerializableError":
+    for_good = entry.status == "optional_failed" or (entry.status == "failed" and entry.given_up)
+    if for_good and kind == "ResultNotSerializableError":
         return "completed"  # CODEC-2: the work was done, only its result could not be kept
     if not on_self_failure:
         return None

@@ -70,6 +70,11 @@ class StepEntry:
         """Whether something may still happen to it."""
         return self.status in ("pending", "running", "awaiting_retry") or (self.status == "failed" and not self.given_up)
 
+    @property
+    def final_failure(self) -> str:
+        """What the fence makes of its status where it has failed for good (OPT-1)."""
+        return "optional_failed" if self.optional and self.extra.retry is None else "failed"
+
     def settled(
         self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None
     ) -> StepEntry:
@@ -110,10 +115,11 @@ class SentSignalEntry:
 
 @dataclass(frozen=True, slots=True)
 class PatchEntry:
-    """A version gate that the run has passed on the new side (HISTORY-2)."""
+    """A change of the workflow, and whether the run goes the new way there (HISTORY-2)."""
 
     sequence: int
     name: str
+    value: bool
     kind = "patch"
     is_live = False
 

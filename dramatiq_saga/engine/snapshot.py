@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..codec import freeze
+from ..codec import decode, freeze
 from .rows import (
     PLAIN,
     BlockEntry,
@@ -138,7 +138,7 @@ def child_entry(row: tuple[Any, ...], wait: RetryWait | None = None) -> ChildEnt
 
 def _recorded(sequence: int, kind: str, name: str, value: bytes) -> Entry:
     if kind == "patch":
-        return PatchEntry(sequence, name)
+        return PatchEntry(sequence, name, bool(decode(value)))
     return (SentSignalEntry if kind == "signal" else SideEffectEntry)(sequence, name, freeze(value))
 
 

@@ -318,6 +318,7 @@ def build(database: Database, prefix: str) -> Models:
                 "ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' "
                 "OR (status = 'failed' AND given_up = FALSE)"
             ),
+            "status <> 'optional_failed' OR (optional = TRUE AND given_up = TRUE)",
             "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
         ],
         indexes=[

@@ -28,6 +28,7 @@ from dramatiq.results import Results
 from dramatiq.results.backends import StubBackend as StubResults
 
 from ..step import is_ours
+from .tracebacks import start_at_the_code_under_test
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -224,12 +225,22 @@ class StandIn(StubBroker):
             error = caught
             if called and is_ours(message) and self.is_fault(caught):
                 raise
+            start_at_the_code_under_test(caught)
             message.stuff_exception(caught)
+            self._log(message, caught)
             self.emit_after("process_message", message, exception=caught)
         finally:
             self.at_hand = None
         self._post_process(message)
         return message, error, called
+
+    def _log(self, message: Delivered, error: BaseException) -> None:
+        """As a worker logs it: so a test that fails shows what was raised, whatever it has asserted."""
+        throws = message.options.get("throws") or self.actors[message.actor_name].options.get("throws")
+        if throws and isinstance(error, throws):
+            self.logger.info("Failed to process message %s with expected exception %s.", message, type(error).__name__)
+        elif not isinstance(error, Retry):
+            self.logger.error("Failed to process message %s with unhandled exception.", message, exc_info=error)
 
     def _post_process(self, message: Delivered) -> None:
         if message.failed:

@@ -15,13 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from datetime import UTC, datetime, timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 import dramatiq
-import structlog
 from dramatiq import Actor, Broker
 from dramatiq import broker as dramatiq_broker
 from dramatiq.asyncio import EventLoopThread, async_to_sync, get_event_loop_thread, set_event_loop_thread
@@ -39,6 +39,7 @@ from ..workflow import Workflow
 from .replays import ReplayChecks
 from .stand_in import Letter, Post
 from .takeover import Takeover, Watcher
+from .tracebacks import start_at_the_code_under_test
 from .waiting import due_in, next_due, open_waits
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class SagaTester(Watcher):
         self._lock = threading.RLock()
         self._busy = False
         self._undo = ExitStack()
-        self._log = structlog.get_logger("dramatiq_saga.testing")
+        self._log = get_logger(__name__)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> SagaTester:
         global _active
@@ -284,7 +285,7 @@ class SagaTester(Watcher):
     def _start_event_loop(self) -> None:
         """For async actors, as a worker has one."""
         if get_event_loop_thread() is None:
-            thread = EventLoopThread(get_logger(__name__), 0.01)  # type: ignore[no-untyped-call]
+            thread = EventLoopThread(self._log, 0.01)
             thread.start(timeout=10)
             set_event_loop_thread(thread)
             self._undo.callback(set_event_loop_thread, None)
@@ -341,6 +342,7 @@ class SagaTester(Watcher):
         link = error
         while link is not None and id(link) not in seen:
             seen.add(id(link))
+            start_at_the_code_under_test(link)
             if isinstance(link, FlowError) and link.__cause__ is None:
                 link.__cause__ = self._origin(run_id, link)
             link = link.__cause__ or link.__context__
@@ -381,6 +383,7 @@ class SagaTester(Watcher):
         # Replays raise it again and again, each time another object.
         if not isinstance(error, SagaError) and (type(before), str(before)) != (type(error), str(error)):
             self.errors.append(error)
+            self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)
 
     # --- the applications --------------------------------------------------------------------------------------------
 
@@ -428,11 +431,7 @@ class SagaTester(Watcher):
 def _substitute(actor: Actor[Any, Any], substitute: Any) -> Callable[..., Any]:
     """What an actor does instead, with the signature that it has."""
     if isinstance(substitute, BaseException) or (isinstance(substitute, type) and issubclass(substitute, BaseException)):
-
-        def fail(*_: Any, **__: Any) -> Any:
-            raise substitute
-
-        return _dressed(actor, fail)
+        return _dressed(actor, _raising(substitute))
     if not callable(substitute):
         raise TypeError(
             f"saga.replace({actor.actor_name}, ...) takes a function or an exception, not {type(substitute).__name__}: "
@@ -447,6 +446,25 @@ def _substitute(actor: Actor[Any, Any], substitute: Any) -> Callable[..., Any]:
         return run(*bound.args, **bound.kwargs)
 
     return _dressed(actor, call)
+
+
+def _raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Raises it: the very object first, and then copies, so that each try has an error with a traceback of its own."""
+    left = [error]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise left.pop() if left else _another(error)
+
+    return fail
+
+
+def _another(error: BaseException | type[BaseException]) -> BaseException | type[BaseException]:
+    if isinstance(error, type):
+        return error
+    try:
+        return copy(error)
+    except Exception:  # a class that cannot be made anew from its arguments
+        return error.with_traceback(None)
 
 
 def _dressed(actor: Actor[Any, Any], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from dramatiq.brokers.stub import StubBroker
 from dramatiq_saga import SagaMiddleware, Settings, workflow
 from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode_call
+from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
 from dramatiq_saga.engine import runs
 from dramatiq_saga.engine.rows import Outgoing
@@ -233,7 +234,7 @@ class Bench:
             return drives.drive(self.engine, delivery.run_id, self.sender)
         actor = self.broker.actors[delivery.actor]
         try:
-            self.runner.perform(delivery, getattr(actor.fn, "__wrapped__", actor.fn))
+            self.runner.perform(delivery, body_of(actor))
         except Exception:
             if delivery.state != "failed":
                 raise

@@ -60,6 +60,7 @@ EXAMPLES: list[SagaError] = [
     errors.WriteUnknownError("plain"),
     errors.MessageNotSentError("plain"),
     errors.HistoryMismatchError("run-1", 2, "step charge", "step refund"),
+    errors.HistoryFormatError("a.json", "it is empty"),
     errors.SuspensionSwallowedError(),
     errors.SendInsideWorkflowError("charge.send()"),
     errors.BuilderNotRunError("action(charge)"),

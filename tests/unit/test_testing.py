@@ -127,7 +127,20 @@ def test_a_failed_run_is_undone_and_its_original_exception_is_the_cause(shop: Sh
     original = seen_by_function.__cause__
     assert isinstance(original, ValueError)
     assert saga.errors == [original]
-    assert "ship_order" in [frame.name for frame in traceback.extract_tb(original.__traceback__)]
+    frames = [[frame.name for frame in traceback.extract_tb(error.__traceback__)] for error in (seen_by_function, original)]
+    assert (frames[0][0], frames[1]) == ("checkout", ["ship_order"])
+
+
+def test_a_test_that_fails_on_something_else_shows_the_exception_all_the_same(
+    shop: Shop, saga: SagaTester, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged as a worker logs it, from the first line of the code under test."""
+    saga.replace(shop.refund_card, KeyError("gone"))
+    saga.start(shop.checkout, "nowhere")  # that ValueError is expected: the actor `throws` it
+    saga.drain()
+    (line,) = [record for record in caplog.records if record.exc_info]
+    assert line.exc_info is not None
+    assert line.exc_info[1] is saga.errors[1]
 
 
 def test_an_exception_in_the_workflow_function_is_the_cause_itself(shop: Shop, saga: SagaTester) -> None:
@@ -432,6 +445,18 @@ def test_arguments_are_still_checked_against_the_actor_s_own_signature(shop: Sho
     saga.drain()
     with pytest.raises(FlowFailedError, match="too many positional arguments"):
         run.result()
+
+
+def test_a_substitute_that_raises_has_a_new_error_for_each_try(shop: Shop, saga: SagaTester) -> None:
+    """The object that was given comes first; none carries the tracebacks of the others."""
+    down = ConnectionError("down")
+    saga.replace(shop.charge_card, down)
+    saga.start(shop.checkout, "1")
+    saga.advance(timedelta(days=1))
+    assert saga.errors[0] is down
+    assert len({id(error) for error in saga.errors}) == len(saga.errors) == 4
+    assert [len(traceback.extract_tb(error.__traceback__)) for error in saga.errors] == [1] * 4
+    assert [error.__notes__[0].rpartition(" ")[2] for error in saga.errors] == ["1", "2", "3", "4"]
 
 
 # --- ordinary messages -----------------------------------------------------------------------------------------------
@@ -770,7 +795,7 @@ def test_a_suite_that_does_not_use_the_fixture_imports_nothing(tmp_path: Path) -
 
 def test_the_plugin_is_installed_with_the_package() -> None:
     text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    assert re.search(r"^pytest11 =\n    dramatiq_saga = pytest_dramatiq_saga$", text, re.MULTILINE)
+    assert re.search(r"^pytest11 =\n    pytest_dramatiq_saga = pytest_dramatiq_saga$", text, re.MULTILINE)
     assert re.search(r"^py_modules =\n    pytest_dramatiq_saga$", text, re.MULTILINE)
 
 

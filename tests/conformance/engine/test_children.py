@@ -239,7 +239,7 @@ def test_a_child_that_cannot_be_is_refused_where_it_is_asked_for(app: Applicatio
     expected = {
         "actor": "a child is a workflow, and plain is a plain actor: run it as a step",
         "function": "a child is a workflow, not function: decorate",
-        "arguments": r"child: too many positional arguments; its signature is child\(number: int\)",
+        "arguments": r"child: too many positional arguments; its signature is child\(number: 'int'\)",
         "value": r"child: args\[0\] cannot be stored",
         "dropped": r"flow.child\(child\) was built but never run",
     }[mistake]

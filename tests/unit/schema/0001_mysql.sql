@@ -84,6 +84,7 @@ CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL CO
     CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
+    CHECK (status <> 'optional_failed' OR (optional = TRUE AND given_up = TRUE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at), INDEX saga_action_block (ended_at, run_id, block));
 CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,

@@ -51,8 +51,8 @@ class ChildWorkflow(Protocol[P, T_co]):
     @property
     def broker(self) -> Broker: ...
     def send(self, *args: P.args, **kwargs: P.kwargs) -> Started[T_co]: ...
-    def child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes: ...
-    def child_start(self) -> dict[str, Any]: ...
+    def _child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes: ...
+    def _child_start(self) -> dict[str, Any]: ...
 
 
 def _nothing() -> None:
@@ -92,7 +92,7 @@ class ChildBuilder(Generic[R]):
         self._comp_from: MessageBuilder | None = None
         self._comp_policy: str | None = None
         if not replay.is_replaying:
-            self._encoded = workflow.child_args(args, kwargs)
+            self._encoded = workflow._child_args(args, kwargs)
         self._built = False
 
     @describing
@@ -192,10 +192,10 @@ class ChildBuilder(Generic[R]):
         replay, workflow = self._replay, self._workflow
         settings = replay.settings
         if self._encoded is None:
-            self._encoded = workflow.child_args(self._args, self._kwargs)
+            self._encoded = workflow._child_args(self._args, self._kwargs)
         if self._compensation is None and self._comp_call is not None:
             self._compensation = compensation(*self._comp_call)  # built before the step ahead of it was run
-        start = workflow.child_start()
+        start = workflow._child_start()
         start["queue"] = start.get("queue") or replay.snapshot.queue
         if self._expires_in is not None or self._expires_at is not None:
             start["expires_in_ms"], start["expires_at"] = self._expires_in, self._expires_at
@@ -235,7 +235,7 @@ def _check(workflow: Any, known: Mapping[str, Any] | None) -> None:
         raise TypeError(
             f"a child is a workflow, and {workflow.actor_name} is a plain actor: run it as a step, flow.run({workflow.actor_name}, ...)"
         )
-    if not hasattr(workflow, "child_start"):
+    if not hasattr(workflow, "_child_start"):
         raise TypeError(
             f"a child is a workflow, not {type(workflow).__name__}: decorate its function with @workflow and hand over what that gives"
         )

@@ -208,7 +208,7 @@ class Workflow(Generic[P, R]):
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
 
-    def child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    def _child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """The arguments of a child run, checked and encoded; for ``flow.child()``."""
         self._check_call(args, kwargs)
         try:
@@ -216,7 +216,7 @@ class Workflow(Generic[P, R]):
         except NotSerializableError as error:
             raise NotSerializableError(f"{self.name}: {error.path}", error.detail) from None
 
-    def child_start(self) -> dict[str, Any]:
+    def _child_start(self) -> dict[str, Any]:
         """How a child run of this workflow is started, where its parent does not say otherwise (CHILD-1); for ``flow.child()``."""
         return {
             "queue": self._own_queue,

@@ -179,7 +179,7 @@ def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: 
             raise MovedOn
     for sequence in more.cancelled:
         tx.run(_CANCEL_MEMBERS, (now, run_id, sequence))
-        tx.run(children.CANCEL_PARKED, (now, run_id, sequence))
+        children.cancel_parked(tx, run_id, sequence, now)
 
 
 def _write_block(tx: Tx, run_id: str, block: NewBlock, now: int) -> None:

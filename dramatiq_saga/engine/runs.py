@@ -1,7 +1,8 @@
 """Transitions of a run: starting, waking, holding, cancelling, asking for a rollback (STATUS).
 
 Each is one conditional write on what its author read; the author learns whether it landed (STATUS-1), and a loss is
-journalled as ``transition_lost`` (STATUS-3). A terminal status is never left.
+journalled as ``transition_lost`` (STATUS-3). A terminal status is never left. Long because every way in which a run can end
+that its own function has not decided leads through here, and they share what they settle.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
-    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "retries", "two_machines"]
+    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "order_shipment", "retries", "two_machines"]
 
 
 def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
@@ -113,3 +113,22 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_order_shipment_undoes_what_its_child_has_done(copy: Path) -> None:
+    """CHILD-1, CHILD-2, CHILD-3."""
+    assert run(copy, "order_shipment").splitlines() == [
+        "order-1: charged",
+        "order-1: packed",
+        "order-1: completed; its shipment: completed",
+        "order-to-nowhere: charged",
+        "order-to-nowhere: packed",
+        "order-to-nowhere: unpacked",
+        "order-to-nowhere: refunded",
+        "order-to-nowhere: failed; its shipment: failed",
+        "order-unpaid: charged",
+        "order-unpaid: packed",
+        "parcel of order-unpaid: called back",
+        "order-unpaid: refunded",
+        "order-unpaid: failed; its shipment: completed",
+    ]

@@ -8,9 +8,9 @@ the link; starting and ending it is ``engine/children.py``.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from dramatiq import Actor
+from dramatiq import Actor, Message
 
 from .builders import MessageBuilder, Reclaim, State, check_message_builder, compensation, describing, resolve
 from .clock import moment_to_ms, to_ms, uuid7
@@ -20,15 +20,16 @@ from .errors import ChildCancelledError, ChildError, ChildExpiredError, ChildFai
 from .statuses import ChildClosePolicy, CompensationFailurePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dramatiq import Broker
 
     from .engine.replay import Replay
 
 P = ParamSpec("P")
-R = TypeVar("R")
-T_co = TypeVar("T_co", covariant=True)
+Q = ParamSpec("Q")
+R_co = TypeVar("R_co", covariant=True)
+V_co = TypeVar("V_co", covariant=True)
 
 _ERRORS: dict[str, type[ChildError]] = {
     "failed": ChildFailedError,
@@ -37,20 +38,20 @@ _ERRORS: dict[str, type[ChildError]] = {
 }
 
 
-class Started(Protocol[T_co]):
+class Started(Protocol[R_co]):
     """A run, as far as its result goes."""
 
-    def result(self, *, wait: float | timedelta | None = None) -> T_co: ...
+    def result(self, *, wait: float | timedelta | None = None) -> R_co: ...
 
 
-class ChildWorkflow(Protocol[P, T_co]):
+class ChildWorkflow(Protocol[P, R_co]):
     """What ``@workflow`` returns, as far as a parent needs it."""
 
     @property
     def name(self) -> str: ...
     @property
     def broker(self) -> Broker: ...
-    def send(self, *args: P.args, **kwargs: P.kwargs) -> Started[T_co]: ...
+    def send(self, *args: P.args, **kwargs: P.kwargs) -> Started[R_co]: ...
     def _child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes: ...
     def _child_start(self) -> dict[str, Any]: ...
 
@@ -59,8 +60,11 @@ def _nothing() -> None:
     return None
 
 
-class ChildBuilder(Generic[R]):
-    """One child run, described. Every method returns the builder; :meth:`run` comes last."""
+class ChildBuilder(Generic[R_co, V_co]):
+    """One child run, described. Every method returns the builder; :meth:`run` comes last.
+
+    ``R`` is what the child returns, ``V`` what ``run()`` gives: the same, or ``None`` as well.
+    """
 
     __slots__ = (
         "_args", "_built", "_close_policy", "_comp_call", "_comp_from", "_comp_policy", "_compensation", "_encoded", "_expires_at",
@@ -70,7 +74,7 @@ class ChildBuilder(Generic[R]):
     def __init__(
         self,
         replay: Replay,
-        workflow: ChildWorkflow[Any, R],
+        workflow: ChildWorkflow[Any, R_co],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -119,6 +123,12 @@ class ChildBuilder(Generic[R]):
         self._expires_in, self._expires_at = None, moment_to_ms(moment)
         return self
 
+    @overload
+    def compensate_with(self, actor: Actor[Q, Any], /, *args: Q.args, **kwargs: Q.kwargs) -> Self: ...
+
+    @overload
+    def compensate_with(self, builder: Callable[[R_co], Message[Any]], /) -> Self: ...
+
     @describing
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
         """How a child that has completed is undone when this run rolls back: an actor with its arguments, or a callable that makes
@@ -145,13 +155,22 @@ class ChildBuilder(Generic[R]):
         self._comp_policy = CompensationFailurePolicy(policy).value
         return self
 
+    @overload
+    def continue_on_failure(self, flag: Literal[True] = True) -> ChildBuilder[R_co, V_co | None]: ...
+
+    @overload
+    def continue_on_failure(self, flag: Literal[False]) -> ChildBuilder[R_co, R_co]: ...
+
+    @overload
+    def continue_on_failure(self, flag: bool) -> ChildBuilder[R_co, V_co | None]: ...
+
     @describing
-    def continue_on_failure(self, flag: bool = True) -> ChildBuilder[R | None]:
+    def continue_on_failure(self, flag: bool = True) -> ChildBuilder[R_co, Any]:
         """A child that fails or expires does not fail this run: ``run()`` gives ``None``. One that is cancelled still raises (CHILD-2)."""
         self._optional = flag
-        return cast("ChildBuilder[R | None]", self)
+        return self
 
-    def run(self) -> R:
+    def run(self) -> V_co:
         """What the child returned, once it has ended; until then the function is suspended.
 
         Raises:
@@ -162,7 +181,7 @@ class ChildBuilder(Generic[R]):
         self._built = True
         replay = self._replay
         replay.check()
-        return cast("R", self._step_into(ALONE).conclude(replay))
+        return cast("V_co", self._step_into(ALONE).conclude(replay))
 
     def _step_into(self, scope: Scope) -> State:
         """Walk past this child: where it stands, or where it will once this decision has been committed."""

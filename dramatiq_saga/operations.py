@@ -27,6 +27,7 @@ from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
 from .recovery.kick import KickReport, kick
+from .recovery.prune import PruneReport, prune
 from .recovery.sweep import SweepReport, sweep
 from .reports import RunReport, StepReport, read_run
 from .settings import Settings
@@ -271,6 +272,14 @@ class Operator:
         undone = [step for step in report.steps if step.compensation is not None]
         return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone))
 
+    def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
+        """Signal a run; the run as it is afterwards.
+
+        Raises what :meth:`FlowHandle.signal` raises.
+        """
+        self._handle(run_id, "signal").signal(name, payload, key=key)
+        return self.show_run(run_id)
+
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
         engine, sender = self._engine("kick")
@@ -305,6 +314,19 @@ class Operator:
     def sweep(self) -> SweepReport:
         """One sweep: monitor, then repair where it is enabled."""
         return sweep(*self._engine("sweep"))
+
+    def prune(
+        self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Delete runs that ended more than ``days`` ago, or until ``before`` (milliseconds) (PRUNE-1).
+
+        ``days`` is ``prune.retention_days`` where neither is given; ``dry_run`` only counts.
+        """
+        self._require_tables()
+        if before is None:
+            age = self.settings.prune.retention_days if days is None else days
+            before = self.store.clock.now() - round(age * 86_400_000)
+        return prune(self.store, before=before, dry_run=dry_run, limit=limit)
 
     def init(self) -> list[str]:
         """Create or migrate the tables; the names of what was applied. Safe to repeat, and from many processes at once."""

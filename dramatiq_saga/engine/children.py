@@ -79,9 +79,6 @@ _RETRY = (
 )
 _ARGS = "SELECT args FROM {children} WHERE run_id = ? AND sequence = ?"
 _FAIL = "UPDATE {children} SET status = 'failed', ended_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND status = 'awaiting_retry'"
-_CANCEL_PARKED = (
-    "UPDATE {children} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND status = 'awaiting_retry'"
-)
 RESOLVE = "UPDATE {children} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _UNSEEN = "f.wakes > f.wakes_seen AND f.ended_at IS NULL AND f.hold_until IS NULL"
 _UNTOLD_CHILDREN = (
@@ -367,8 +364,3 @@ def fail(tx: Tx, run_id: str, failure: Failure, now: int) -> bool:
     entry = failure.entry
     assert isinstance(entry, ChildEntry)
     return entry.status == "failed" or bool(tx.run(_FAIL, (now, run_id, entry.sequence, entry.cycle)))
-
-
-def cancel_parked(tx: Tx, run_id: str, block: int, now: int) -> None:
-    """Children of a block that has failed which wait for a signal are not waited for any more (PAR-4)."""
-    tx.run(_CANCEL_PARKED, (now, run_id, block))

@@ -95,6 +95,7 @@ class Line(NamedTuple):
     payload: bytes | None = None  # in stored form: previewed when written
     error: str | None = None  # as ``codec.describe_error`` made it
     detail: str | None = None
+    about: int | None = None  # a signal's id, for those who listen; not stored
 
 
 @lru_cache(maxsize=64)

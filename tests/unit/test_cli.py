@@ -902,3 +902,29 @@ def test_json_is_ascii_that_no_terminal_acts_on() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}
+
+
+# --- prune -----------------------------------------------------------------------------------------------------------
+
+
+def test_prune_counts_on_request_and_deletes_what_ended_long_ago(shop: Shop) -> None:
+    """PRUNE-1: the age from the settings, or from the command line."""
+    old, young = shop.start(), shop.start("order-43")
+    for run in (old, young):
+        run.cancel()
+    shop.sql("UPDATE saga_flow_runs SET ended_at = ended_at - ? WHERE id = ?", 91 * 86_400_000, old.id)
+    assert shop("prune", "--dry-run").out.startswith("prune: 1 run would be deleted that ended until 2")
+    assert shop("prune").out.startswith("prune: 1 run deleted")
+    assert shop("show", old.id).status == 1
+    assert shop("show", young.id).status == 0
+    assert json.loads(shop("prune", "--before", "2999-01-01", "--json").out)["pruned"] == 1
+    assert shop("prune", "--days", "0").out.startswith("prune: 0 runs deleted")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--days", "-1"], ["--days", "x"], ["--before", "soon"], ["--limit", "0"], ["--days", "1", "--before", "2026-01-01"]],
+)
+def test_a_prune_that_cannot_be_meant_ends_with_2(shop: Shop, arguments: list[str]) -> None:
+    done = shop("prune", *arguments)
+    assert (done.status, done.out) == (2, "")

@@ -44,6 +44,7 @@ EXAMPLES: list[SagaError] = [
     errors.CannotSignalFlowError("run-1", "completed"),
     errors.CannotSignalTerminalFlowError("run-1", "completed"),
     errors.CannotSignalRollingBackFlowError("run-1", "rolling_back"),
+    errors.SignalKeyConflictError("run-1", "k-1", "paid", "refunded"),
     errors.ConcurrentTransitionError("run-1", "cancelled", "completed"),
     errors.NotSerializableError("args[0]", "set"),
     errors.UnknownTagError("money"),

@@ -41,12 +41,6 @@ _CHILDREN = (
     "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL "
     f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
-# A child that has completed, as a step would stand there; what it did itself it undoes itself (CHILD-3).
-_CHILDREN = (
-    "SELECT sequence, status, FALSE, 0, cycle, NULL, comp_actor, comp_args, comp_options, FALSE, comp_policy, "
-    "comp_reclaim_stale_after_seconds, NULL, NULL, comp_from_result, comp_group, comp_parallel FROM {children} "
-    "WHERE run_id = ? AND status = 'completed' AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
-)
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Se
 
 from dramatiq import Actor, Message
 
-from .builders import MessageBuilder, Reclaim, State, check_message_builder, compensation, describing, resolve
+from .builders import MessageBuilder, Reclaim, RetriedOnSignal, State, check_message_builder, compensation, describing, resolve
 from .clock import moment_to_ms, to_ms, uuid7
 from .codec import load_error
-from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewChild, Scope
+from .engine.retry_on_signal import look
+from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewChild, ReceivedSignal, Scope, StepEntry
 from .errors import ChildCancelledError, ChildError, ChildExpiredError, ChildFailedError, in_one_line
 from .statuses import ChildClosePolicy, CompensationFailurePolicy
 
@@ -60,7 +61,7 @@ def _nothing() -> None:
     return None
 
 
-class ChildBuilder(Generic[R_co, V_co]):
+class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     """One child run, described. Every method returns the builder; :meth:`run` comes last.
 
     ``R`` is what the child returns, ``V`` what ``run()`` gives: the same, or ``None`` as well.
@@ -91,6 +92,7 @@ class ChildBuilder(Generic[R_co, V_co]):
         self._expires_at: int | None = None
         self._expires_in: int | None = None
         self._optional = False
+        self._retry = None
         self._compensation: CompensationSpec | None = None
         self._comp_call: tuple[Actor[Any, Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._comp_from: MessageBuilder | None = None
@@ -192,6 +194,12 @@ class ChildBuilder(Generic[R_co, V_co]):
         return self._state(entry)
 
     def _state(self, entry: ChildEntry) -> State:
+        if entry.extra.retry is not None:
+            found = look(
+                self._replay, entry, self._retry, failure=lambda: _error(entry), again=lambda signal: self._again(entry, signal)
+            )
+            assert isinstance(found, ChildEntry)
+            entry = found
         if entry.status == "completed":
             if entry.comp_from_result and not entry.comp_ready and self._comp_from is not None:
                 assert entry.value is not None
@@ -207,6 +215,23 @@ class ChildBuilder(Generic[R_co, V_co]):
             return State(entry, outside=True)  # given up by its block, or by the end of this run: nobody waits for it
         return State(entry, error=_error(entry))
 
+    def _again(self, entry: ChildEntry, signal: ReceivedSignal | None) -> StepEntry | ChildEntry:
+        """A new run in the place of the one that failed (RSIG-4)."""
+        replay = self._replay
+        return replay.retry(entry, signal, uuid7(replay.now), self._start())
+
+    def _start(self) -> dict[str, Any]:
+        """How a run of it is started (CHILD-1)."""
+        replay = self._replay
+        default = replay.settings.monitor.expiration.defaults.run
+        start = self._workflow._child_start()
+        start["queue"] = start.get("queue") or replay.snapshot.queue
+        if self._expires_in is not None or self._expires_at is not None:
+            start["expires_in_ms"], start["expires_at"] = self._expires_in, self._expires_at
+        elif start.get("expires_in_ms") is None and default is not None:
+            start["expires_in_ms"] = to_ms(default)
+        return {name: value for name, value in start.items() if value is not None}
+
     def _new_child(self, scope: Scope) -> NewChild:
         replay, workflow = self._replay, self._workflow
         settings = replay.settings
@@ -214,18 +239,13 @@ class ChildBuilder(Generic[R_co, V_co]):
             self._encoded = workflow._child_args(self._args, self._kwargs)
         if self._compensation is None and self._comp_call is not None:
             self._compensation = compensation(*self._comp_call)  # built before the step ahead of it was run
-        start = workflow._child_start()
-        start["queue"] = start.get("queue") or replay.snapshot.queue
-        if self._expires_in is not None or self._expires_at is not None:
-            start["expires_in_ms"], start["expires_at"] = self._expires_in, self._expires_at
-        elif start.get("expires_in_ms") is None and settings.monitor.expiration.defaults.run is not None:
-            start["expires_in_ms"] = to_ms(settings.monitor.expiration.defaults.run)
         undone = self._compensation is not None or self._comp_from is not None
         return NewChild(
             replay.next_sequence(), uuid7(replay.now), workflow.name, self._encoded,
-            {name: value for name, value in start.items() if value is not None},
+            self._start(),
             self._close_policy or str(settings.children.default_close_policy),
             optional=self._optional,
+            retry=None if self._retry is None else self._retry.stored(settings),
             compensation=self._compensation,
             comp_from_result=self._comp_from is not None,
             comp_policy=self._comp_policy or scope.comp_policy,

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..operations import Operator
-from ..reports import CompensationReport, RunReport, StepReport
+from ..report_entries import EntryReport
+from ..reports import CompensationReport, RetryReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Longest payload or message in one line, in characters.
@@ -21,6 +22,16 @@ _ROLLBACK = {
     "running": "is being undone",
     "halted": "halted: what follows the failed undo was not undone; `resume-rollback` goes on once its cause is mended",
     "done": "done",
+}
+
+#: Why no signal will run a step again.
+_OVER = {
+    "spent": "the signals that might have run it again are used up",
+    "refused": "its retry policy takes no such failure",
+    "threw": "its retry policy's predicate raised, which counts as no",
+    "done_already": "its work is done, only the result could not be kept",
+    "timed_out": "no signal came in time",
+    "withdrawn": "its wait was closed",
 }
 
 _UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
@@ -46,12 +57,17 @@ def lines_of(report: RunReport, now: int) -> Iterator[str]:
     """The whole page."""
     for name, text in _head(report, now):
         yield f"{name:<10} {text}"
-    if report.steps:
-        yield ""
-    width = max((len(cell(step.row.actor)) for step in report.steps), default=0)
+    lines: dict[int, tuple[str, str, list[str]]] = {  # by sequence: what it is, where it stands, what else there is to say
+        entry.sequence: (_title(entry), _entry(entry, now), list(_entry_details(entry))) for entry in report.entries
+    }
     for step in report.steps:
-        yield f"{step.row.sequence:>4}  {cell(step.row.actor):<{width}}  {_standing(step, now)}"
-        yield from (f"      {line}" for line in _details(report, step, now))
+        lines[step.row.sequence] = cell(step.row.actor), _standing(step, now), list(_details(report, step, now))
+    if lines:
+        yield ""
+    width = max((len(title) for title, _, _ in lines.values()), default=0)
+    for sequence, (title, standing, details) in sorted(lines.items()):
+        yield f"{sequence:>4}  {title:<{width}}  {standing}"
+        yield from (f"      {line}" for line in details)
     if report.events is not None:
         yield ""
         yield from _events(report)
@@ -97,13 +113,54 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
             "waits for",
             "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen",
         )
+    for signal in report.signals:
+        payload = "" if signal.payload in (None, "null") else f" {cut(cell(signal.payload), WIDTH)}"
+        yield "signal", f"{cell(signal.name)}{payload} came at {moment(signal.received_at)}; nothing has waited for it yet"
     if report.repair_attempts:
         yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
+
+
+def _title(entry: EntryReport) -> str:
+    """What a request is that is no step."""
+    if entry.kind in ("parallel", "saga"):
+        return f"{entry.kind} of {entry.size}"
+    name = "" if entry.name is None else f" {cell(entry.name)}"
+    return {"signal": f"wait for signal{name}", "timer": "timer"}.get(entry.kind, f"{entry.kind}{name}")
+
+
+def _entry(entry: EntryReport, now: int) -> str:
+    """Where it stands, in one line."""
+    if entry.kind == "version gate":
+        return "passed: this run goes the new way"
+    if entry.status == "recorded":
+        return f"recorded at {moment(entry.created_at)}"
+    if entry.status == "waiting":
+        until = "" if entry.due_at is None else f" until {moment(entry.due_at)} ({relative(entry.due_at, now)})"
+        return f"waits{until}"
+    status = {"consumed": "came", "timed_out": "timed out" if entry.kind == "signal" else "is over"}.get(
+        entry.status, entry.status
+    )
+    if entry.ended_at is None:
+        return f"{status.replace('_', ' ')} since {moment(entry.created_at)}"
+    return f"{status.replace('_', ' ')} at {moment(entry.ended_at)}"
+
+
+def _entry_details(entry: EntryReport) -> Iterator[str]:
+    if entry.child_id is not None:
+        yield f"run {cell(entry.child_id)}"
+    if entry.error is not None:
+        yield error_line(entry.error)
+    if entry.failed_by is not None:
+        yield f"failed by {entry.failed_by}"
+    if entry.value is not None and entry.value != "null":
+        yield f"value {cut(cell(entry.value), WIDTH)}"
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
     """Where a step or an undo is, in one line."""
     row, of = report.row, report.tries_in_all
+    if isinstance(report, StepReport) and report.retry is not None and report.retry.waiting:
+        return f"{row.status.replace('_', ' ')}: {_parked(report.retry, now)}"
     upcoming = report.next_try
     status = row.status.replace("_", " ")
     if upcoming is not None and row.status == "failed":
@@ -131,6 +188,12 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _parked(retry: RetryReport, now: int) -> str:
+    used = f"{retry.spent} of {retry.cap}" if retry.cap is not None else str(retry.spent)
+    until = "" if retry.due_at is None else f" until {moment(retry.due_at)} ({relative(retry.due_at, now)})"
+    return f"waits for signal {cell(retry.signal)}{until}; {used} used so far"
 
 
 def _beside(compensation: CompensationReport) -> str:
@@ -166,6 +229,10 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     row = step.row
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
+    if step.retry is not None and step.retry.over is not None:
+        yield f"not run again by signal {cell(step.retry.signal)}: {_OVER.get(step.retry.over, step.retry.over)}"
+    elif step.retry is not None and step.retry.spent and row.status != "awaiting_retry":
+        yield f"run again by signal {cell(step.retry.signal)} {times(step.retry.spent, 'time', 'times')}"
     if row.status == "running" and row.worker_id:
         yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
     result = report.payload(row.stored_result)

@@ -78,7 +78,10 @@ _RETRY = (
     "ended_at = NULL WHERE run_id = ? AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR status = 'failed')"
 )
 _ARGS = "SELECT args FROM {children} WHERE run_id = ? AND sequence = ?"
-_FAIL = "UPDATE {children} SET status = 'failed', ended_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND status = 'awaiting_retry'"
+_FAIL = (
+    "UPDATE {children} SET status = 'failed', retry_policy = ?, ended_at = COALESCE(ended_at, ?) WHERE run_id = ? AND sequence = ? "
+    "AND cycle = ? AND (status = 'awaiting_retry' OR status = 'failed')"
+)
 RESOLVE = "UPDATE {children} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _UNSEEN = "f.wakes > f.wakes_seen AND f.ended_at IS NULL AND f.hold_until IS NULL"
 _UNTOLD_CHILDREN = (
@@ -363,4 +366,4 @@ def fail(tx: Tx, run_id: str, failure: Failure, now: int) -> bool:
     """No signal starts it again; false where its link has moved on."""
     entry = failure.entry
     assert isinstance(entry, ChildEntry)
-    return entry.status == "failed" or bool(tx.run(_FAIL, (now, run_id, entry.sequence, entry.cycle)))
+    return bool(tx.run(_FAIL, (failure.policy, now, run_id, entry.sequence, entry.cycle)))

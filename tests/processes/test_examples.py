@@ -49,12 +49,15 @@ def test_every_example_is_tested() -> None:
     assert NAMES == [
         "checkout",
         "compensations",
+        "declined_card",
         "demo",
         "fan_out",
         "host_transaction",
+        "invoices",
         "order_shipment",
         "patched_change",
         "retries",
+        "tenants",
         "testing",
         "two_machines",
     ]
@@ -83,6 +86,27 @@ def test_retries_are_spent_as_each_actor_says(copy: Path) -> None:
         "step 2 charge_card: failed, attempts: 1",
         "step 3 wait_for_invoice: completed, attempts: 2",
         "step 4 post_invoice: failed, attempts: 2",
+    ]
+
+
+def test_a_declined_card_waits_for_its_top_up_and_a_stolen_one_does_not(copy: Path) -> None:
+    """RSIG-1, RSIG-2, RSIG-3, FENCE-4."""
+    assert run(copy, "declined_card").splitlines() == [
+        "order-1: the teapot is set aside",
+        "order-1: charge 25 to ada's card, key :2:0",
+        "order-1: charge 25 to ada's card, key :2:1",
+        "order-1: shipped",
+        "order-1: receipt for order-1",
+        "order-2: the teapot is set aside",
+        "order-2: charge 25 to bob's card, key :2:0",
+        "order-2: charge 25 to bob's card, key :2:1",
+        "order-2: charge 25 to bob's card, key :2:2",
+        "order-2: the teapot goes back to the shelf",
+        "order-2: failed",
+        "order-3: the teapot is set aside",
+        "order-3: charge 25 to eve's card, key :2:0",
+        "order-3: the teapot goes back to the shelf",
+        "order-3: failed",
     ]
 
 
@@ -120,6 +144,29 @@ def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
         "refused: we have no unicorns",
         "1 order, 1 run",
         "teapot: shipped",
+    ]
+
+
+def test_invoices_keep_money_as_money_and_dates_as_dates(copy: Path) -> None:
+    """CODEC-3, with async steps."""
+    assert run(copy, "invoices").splitlines() == [
+        "posted: 21.89 USD",
+        "reminders: 2026-02-22 2026-03-01",
+        "withdrawing the invoice of 0.10 USD",
+        "failed",
+    ]
+
+
+def test_each_tenants_run_sees_its_tenant(copy: Path) -> None:
+    """CTX-1: in one thread of a worker, steps and undos of both in any order."""
+    lines = [line for line in run(copy, "tenants").splitlines() if not line.startswith("20")]  # without log lines
+    assert lines[0] == "without a tenant, no run is started"
+    assert sorted(lines[1:]) == [
+        "[acme] selling teapot",
+        "[globex] selling teapot",
+        "[globex] teapot was not sold",
+        "acme: acme-teapot",
+        "globex: step 2 (reserve) failed: LookupError: globex is sold out",
     ]
 
 

@@ -308,6 +308,88 @@ def test_listeners_hear_of_children_once(app: Application) -> None:
     assert ours == [("child.started", 1), ("child.completed", 1), ("child.started", 2), ("child.failed", 2)]
 
 
+# --- again, when a signal comes ------------------------------------------------------------------------------------------
+
+
+def test_a_signal_starts_a_new_child_run_in_the_place_of_the_one_that_failed(every_app: Application) -> None:
+    """RSIG-4, RSIG-2: the parent parks, nothing rolls back; the new run has the same arguments and a history of its own."""
+    app, broken = every_app, [True]
+    order, undo_order = app.step("order"), app.step("undo_order")
+
+    @app.workflow
+    def shipment(flow: Flow, name: str) -> str:
+        if flow.side_effect("broken", lambda: broken[0]):
+            raise LookupError("no such address")
+        return name
+
+    @app.workflow
+    def parent(flow: Flow) -> str:
+        flow.action(order).compensate_with(undo_order).run()
+        return flow.child(shipment, "A").retry_on_signal("address-mended", max_retries=1).run()
+
+    handle = parent.send()
+    app.start()
+    eventually(lambda: [link.status for link in handle.children()] == ["awaiting_retry"])
+    first = child_of(handle, 2)
+    assert (handle.status, first.status) == ("waiting", "failed")
+    broken[0] = False
+    handle.signal("address-mended")
+    assert app.ended(handle) == "completed"
+    assert handle.result() == "A"
+    second = child_of(handle, 2)
+    assert (first.status, second.status) == ("failed", "completed")
+    assert first.id != second.id
+    (link,) = handle.children()
+    assert (link.sequence, link.cycle, link.status, link.args) == (2, 1, "completed", ["A"])
+    words = [word for word in app.types(handle) if word.startswith("child.")]
+    assert words == ["child.started", "child.failed", "child.awaiting_retry", "child.retried", "child.completed"]
+    assert app.calls == [("order",)]
+    assert untold(app) == []
+
+
+def test_a_child_whose_retries_are_spent_fails_its_parent(app: Application) -> None:
+    """RSIG-2, RSIG-4: the budget is the link's; an optional one gives None then."""
+
+    @app.workflow
+    def shipment(flow: Flow) -> None:
+        raise LookupError("no such address")
+
+    @app.workflow
+    def parent(flow: Flow, optional: bool) -> Any:
+        return flow.child(shipment).retry_on_signal("again", max_retries=1).continue_on_failure(optional).run()
+
+    app.start()
+    for optional in (False, True):
+        handle = parent.send(optional)
+        eventually(lambda handle=handle: [link.status for link in handle.children()] == ["awaiting_retry"])
+        handle.signal("again")
+        assert app.ended(handle) == ("completed" if optional else "failed")
+        assert [(link.status, link.cycle) for link in handle.children()] == [("failed", 1)]
+        assert app.sql("SELECT COUNT(*) FROM {flow_runs} WHERE parent_id = ?", handle.id) == [(2,)]
+
+
+@pytest.mark.parametrize("ending", ["cancel", "compensate"])
+def test_a_child_that_is_parked_is_given_up_with_its_parent(app: Application, ending: str) -> None:
+    """CHILD-3, STATUS-2: there is no run of it to close; the wait for the signal is cancelled too."""
+
+    @app.workflow
+    def shipment(flow: Flow) -> None:
+        raise LookupError("no such address")
+
+    @app.workflow
+    def parent(flow: Flow) -> Any:
+        return flow.child(shipment).close_policy("cancel").retry_on_signal("again").run()
+
+    handle = parent.send()
+    app.start()
+    eventually(lambda: [link.status for link in handle.children()] == ["awaiting_retry"])
+    assert getattr(handle, ending)()
+    assert app.ended(handle) == "cancelled"
+    assert [link.status for link in handle.children()] == ["cancelled"]
+    assert app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id) == [("cancelled",)]
+    assert child_of(handle).status == "failed"
+
+
 # --- closing -------------------------------------------------------------------------------------------------------------
 
 

@@ -558,7 +558,11 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
 
 def _callback(run_id: str, group: Group) -> dict[str, Any]:
     """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
-    facts = {"kind": "callback", "run": run_id, "block": group.block, "first": group.first, "last": group.last}
+    facts: dict[str, Any] = {"kind": "callback", "run": run_id}
+    if group.level is not None:
+        facts["level"] = group.level
+    else:
+        facts |= {"block": group.block, "first": group.first, "last": group.last}
     options: dict[str, Any] = {OPTION: facts}
     if group.priority is not None:
         options["priority"] = group.priority

@@ -52,7 +52,7 @@ _INSERT = (
     "status, given_up, attempts, tries, claims, not_before, reclaim_stale_after_seconds, sent_at, repair_attempts, created_at, "
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
 
 
 class ReplanIncompleteError(SagaError):
@@ -142,7 +142,7 @@ def draft(
         if planned is not None:
             planned["level"] = _level(plan.rows, planned["group"])
             plan.rows.append(planned)
-    plan.messages = _first(snapshot.run_id, plan.rows, now)
+    plan.messages = _first(snapshot, plan.rows, now)
     return plan
 
 
@@ -166,13 +166,16 @@ def _level(above: list[dict[str, Any]], group: int | None) -> int:
     return last if group is not None and above[-1]["group"] == group else last + 1
 
 
-def _first(run_id: str, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
+def _first(snapshot: Snapshot, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
     """The messages of the first level that can run, unless an undo that cannot be built stops the rollback before it."""
     for level in range(rows[-1]["level"] + 1 if rows else 0):
         members = [row for row in rows if row["level"] == level]
         pending = [row for row in members if row["status"] == "pending"]
         if pending:
-            return [_outgoing(run_id, row, now) for row in pending]
+            messages = [_outgoing(snapshot.run_id, row, now) for row in pending]
+            return undoing.side_by_side(
+                messages, level, workflow=snapshot.workflow, queue=snapshot.queue, priority=snapshot.priority, now=now
+            )
         if any(row["policy"] == "stop" for row in members):
             break
     return []

@@ -402,9 +402,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Messages of one block that go out together: what Dramatiq knows as a group (PAR-1).
+    """Messages of one block, or of one level of a rollback, that go out together: what Dramatiq knows as a group (PAR-1, PAR-3).
 
     ``first`` and ``last`` are sequences of the members; ``workflow``, ``queue`` and ``priority`` say where the callback goes.
+    ``level`` is set for a level, which has no ``block``.
     """
 
     id: str
@@ -415,6 +416,7 @@ class Group:
     workflow: str
     queue: str
     priority: int | None
+    level: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ def test_every_example_is_tested() -> None:
         "retries",
         "tenants",
         "testing",
+        "trip_booking",
         "two_machines",
     ]
 
@@ -120,6 +121,26 @@ def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(cop
         "undo of step 3 (release_seat): completed",
         "undo of step 2 (call_greeting_back): failed: a postcard cannot be called back",
         "undo of step 1 (cancel_hotel): completed",
+    ]
+
+
+def test_a_trip_is_undone_side_by_side_halts_and_is_resumed(copy: Path) -> None:
+    """COMP-4, COMP-5, COMP-6, COMP-8, C26: with real workers."""
+    output = run(copy, "trip_booking")
+    told = [line for line in output.splitlines() if "rollback_halted" not in line]
+    group = [
+        "  level 0: undo of step 5 (cancel_theatre): failed: tickets are not taken back",
+        "  level 0: undo of step 4 (cancel_booking): completed",
+        "  level 0: undo of step 3 (cancel_booking): completed",
+    ]
+    assert told == [
+        "step 6 (take_payment) failed: ValueError: the card is declined",
+        "failed, rollback halted",
+        *group,
+        "  level 1: undo of step 1 (cancel_flight): failed: the airline does not answer",
+        "failed, rollback done",
+        *group,
+        "  level 1: undo of step 1 (cancel_flight): completed",
     ]
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from dramatiq_saga import Settings
+from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import HistoryMismatchError
+from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench
 from tests.support.bench import Background, Bench
@@ -503,6 +506,21 @@ def test_a_member_that_a_drive_alone_sees_end_makes_room_too(bench: MakeBench, f
     worker.run()
     assert worker.status(run) == "failed"
     assert sorted(fan.ran) == [-5, -4, -3, -2, 2, 3, 4, 5]
+
+
+def test_a_member_that_was_let_go_is_not_taken_for_lost_at_once(bench: MakeBench, fan: Fan, clock: ManualClock) -> None:
+    """DOCTOR-1, PAR-1: its row is as old as its block; what counts is when it was let go."""
+    fan.shape = lambda block: block.max_in_flight(1)
+    worker = bench(settings=Settings.from_mapping({"repair.enabled": True, "repair.grace_seconds": 60}))
+    _, members = begin(worker)
+    clock.advance(3600)
+    worker.deliver(members[0])
+    assert [message.sequence for message in worker.messages] == [3]
+    clock.advance(59)
+    assert sweep(worker.engine, worker.sender).repair.steps == 0
+    clock.advance(1)
+    assert sweep(worker.engine, worker.sender).repair.steps == 1
+    assert [message.sequence for message in worker.messages] == [3, 3]
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

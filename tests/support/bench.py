@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals
+from dramatiq_saga.engine import runs, signals, undoing
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -241,6 +241,8 @@ class Bench:
             what = self.message(what)
         delivery = Delivery(what)
         if delivery.job is None:
+            if delivery.level is not None:
+                return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)
             if delivery.group is not None and not self.runner._called_back(delivery):
                 return None
             return drives.drive(self.engine, delivery.run_id, self.sender)

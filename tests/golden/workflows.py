@@ -139,6 +139,14 @@ def declare(bench: Bench) -> None:
         done = group.compensate_in_parallel().on_compensation_failure("continue").run()
         return [done, flow.run(failing if last == "fails" else step, last)]
 
+    def patient(flow: Flow) -> list[Any]:
+        try:
+            flow.action(failing, "no money").retry_on_signal("top-up", max_retries=1, wait_seconds=3600, only=Refused).run()
+        except StepFailedError as error:
+            refused = flow.action(failing, "none here").retry_on_signal("top-up", when=lambda context: False)
+            return [flow.run(step, error.message), refused.fallback_value_on_fail("nothing").run()]
+        return []
+
     kinds: list[Callable[..., Any]] = [
         steps,
         caught,
@@ -152,7 +160,7 @@ def declare(bench: Bench) -> None:
         gated,
         mended,
     ]
-    kinds += [approved, tells, side_by_side, nested, grouped]
+    kinds += [patient, approved, tells, side_by_side, nested, grouped]
     for function in kinds:
         bench.workflow(function)
 
@@ -268,6 +276,28 @@ def patched_call_removed(bench: Bench, run_id: str) -> None:
         bench.deliver(bench.take())
     release()
     bench.run()
+
+
+@scenario
+def retry_parked(bench: Bench, run_id: str) -> None:
+    """In flight: the step has failed for good and waits for its signal."""
+    bench.start("patient", run_id=run_id)
+    at_work(bench)
+
+
+@scenario
+def retry_under_way(bench: Bench, run_id: str) -> None:
+    """In flight: the signal has come, and the step is scheduled again."""
+    retry_parked(bench, run_id)
+    bench.signal(run_id, "top-up")
+    bench.deliver(bench.take())
+
+
+@scenario
+def retry_over(bench: Bench, run_id: str) -> None:
+    """One step's signals are used up, another's policy has refused."""
+    retry_under_way(bench, run_id)
+    at_work(bench)
 
 
 @scenario

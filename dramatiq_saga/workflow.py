@@ -124,6 +124,7 @@ class Workflow(Generic[P, R]):
           tags: found again by ``query()``; they add to the workflow's own.
           expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
           delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
+          version: recorded on this run instead of the workflow's own (HISTORY-2).
           **options: Dramatiq options for the run's own messages, ``priority`` for example.
 
         Raises:

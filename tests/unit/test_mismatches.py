@@ -15,7 +15,7 @@ from dramatiq.brokers.stub import StubBroker
 from dramatiq_saga import Flow, Settings
 from dramatiq_saga.codec import encode, freeze
 from dramatiq_saga.engine.replay import Replay, replay
-from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SideEffectEntry, Snapshot, StepEntry, WaitEntry
+from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SentSignalEntry, SideEffectEntry, Snapshot, StepEntry, WaitEntry
 from dramatiq_saga.engine.verify import walk
 from dramatiq_saga.errors import HistoryMismatchError
 
@@ -32,6 +32,8 @@ ASKED: dict[str, Ask] = {
     "side effect 'random'": lambda flow, actors: flow.random(),
     "wait for signal 'go'": lambda flow, actors: flow.await_signal("go"),
     "wait for signal 'stop'": lambda flow, actors: flow.await_signal("stop", wait_seconds=1),
+    "signal 'go' to another run": lambda flow, actors: flow.signal_flow("other", "go"),
+    "signal 'stop' to another run": lambda flow, actors: flow.signal_flow("other", "stop", 1),
     "timer": lambda flow, actors: flow.sleep(5),
     "parallel block of 2": lambda flow, actors: flow.parallel(flow.action(actors["a"]), flow.action(actors["b"])).run(),
     "parallel block of 1": lambda flow, actors: flow.parallel(flow.action(actors["a"])).run(),
@@ -59,6 +61,8 @@ def recorded(what: str, actors: dict[str, Any]) -> list[Entry]:
         name = what.split("'")[1]
         known = {"now": 0, "uuid4": "c1e7e1b0-0000-4000-8000-000000000000", "random": 0.5}
         return [SideEffectEntry(1, name, freeze(encode(known.get(name, 4), name)))]
+    if what.startswith("signal '"):
+        return [SentSignalEntry(1, what.split("'")[1], freeze(encode(None, "what became of it")))]
     context = Replay(snapshot([]), now=1, settings=Settings())
     replay(lambda flow: ASKED[what](flow, actors), context, Flow)
     return list(context.new_entries)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
+from .report_entries import EntryReport, WaitingSignal, read_entries, read_signals
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class RunReport:
     ended_at: int | None
     tags: dict[str, str | None]
     steps: list[StepReport]
+    entries: list[EntryReport]  # what stands between the steps
+    signals: list[WaitingSignal]
     events: list[EventView] | None
     payload_limit: int | None  # None: payloads are not to be shown
 
@@ -129,6 +132,8 @@ class RunReport:
         for name in ("hold_until", "expires_at", "created_at", "started_at", "ended_at"):
             known[name] = to_iso(getattr(self, name))
         known["steps"] = [self._step(step) for step in self.steps]
+        known["entries"] = [entry.as_dict() for entry in self.entries]
+        known["signals"] = [signal.as_dict() for signal in self.signals]
         if self.events is not None:
             known["events"] = [
                 {
@@ -187,9 +192,12 @@ def read_run(
         return None
     facts = dict(zip(_RUN_COLUMNS, run, strict=True))
     limit = history.max_payload_preview_length if history.store_payloads else None
+
+    def shown(data: bytes | None) -> str | None:
+        return None if data is None or limit is None else readable(data, limit)
+
     for name in ("args", "result"):
-        data = facts[name]
-        facts[name] = None if data is None or limit is None else readable(bytes(data), limit)
+        facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None
     facts["unseen_wakes"] = facts.pop("wakes") - facts.pop("wakes_seen")
@@ -214,6 +222,7 @@ def read_run(
         steps.append(StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence)))
     return RunReport(
         **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
+        entries=read_entries(tx, run_id, shown), signals=read_signals(tx, run_id, shown),
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ MODULES = {
     "locks": "locks",
     "flow": "flow builders groups advice options coroutines",
     "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
-    "operations": "operations reports",
+    "operations": "operations reports report_entries",
 }
 
 #: package from elsewhere -> where it may be imported (rooms, or files). What is not listed may be imported anywhere.

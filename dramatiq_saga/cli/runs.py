@@ -1,4 +1,4 @@
-"""``send``, ``signal``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+"""``send``, ``signal``, ``signal-retry``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
 
 A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
 decides about a run; it asks ``operations`` and writes down the answer.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..clock import to_iso
+from ..context import NOT_CAPTURED, UNSET
 from ..operations import Cancelled, Operator, RefusedError, RunLine
 from ..reports import StepReport
 from ..statuses import FlowStatus
@@ -32,6 +33,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     send.add_argument("--args", metavar="JSON", default="[]", help="positional arguments, an array: '[\"order-42\"]'")
     send.add_argument("--kwargs", metavar="JSON", default="{}", help="keyword arguments, an object")
     send.add_argument("--run-id", metavar="ID", help="an id of your own: a second run with it is not started")
+    send.add_argument("--context", metavar="JSON", help="what travels with the run, in place of what would be captured here")
     send.set_defaults(run=_send)
 
     listing = commands.add_parser("list", parents=[common], help="the newest runs", description="The newest runs, one a line.")
@@ -58,6 +60,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     signal.add_argument("--payload", metavar="JSON", default="null", help="what to send along; null by default")
     signal.add_argument("--key", metavar="K", help="the same key counts once per run: a repeat changes nothing")
     signal.set_defaults(run=_signal)
+
+    again = commands.add_parser(
+        "signal-retry", parents=[common], help="run again what is parked",
+        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+    )  # fmt: skip
+    again.add_argument("run_id", metavar="RUN")
+    again.set_defaults(run=_signal_retry)
 
     cancel = commands.add_parser(
         "cancel", parents=[common], help="end a run, undoing its work or leaving it",
@@ -120,10 +129,17 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
 def _send(operator: Operator, options: argparse.Namespace) -> Answer:
     args = _parsed("--args", options.args, kind=list, example='["order-42"]')
     kwargs = _parsed("--kwargs", options.kwargs, kind=dict, example='{"order_id": "order-42"}')
+    context = UNSET if options.context is None else _parsed("--context", options.context, kind=object, example='"acme"')
     try:
-        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id)
+        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id, context=context)
     except (TypeError, ValueError) as error:
         raise RefusedError(str(error)) from error
+    except Exception as error:
+        if NOT_CAPTURED not in getattr(error, "__notes__", ()):
+            raise
+        raise RefusedError(
+            f"the run's context cannot be captured here ({type(error).__name__}: {error}): give it with --context '\"acme\"'"
+        ) from error
     note = None if sent.started else "a run with this id was there already: nothing was started"
     value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
     return Answer(value, [cell(sent.run_id)], note=note)
@@ -137,6 +153,21 @@ def _signal(operator: Operator, options: argparse.Namespace) -> Answer:
         raise RefusedError(str(error)) from error
     value = {"run_id": report.id, "signal": options.name, "key": options.key, "status": report.status}
     return Answer(value, [f"run {cell(report.id)} has signal {cell(options.name)}; it is {report.status}"])
+
+
+def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
+    parked = operator.signal_retry(options.run_id)
+    value = {
+        "run_id": options.run_id,
+        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+    }
+    lines = [f"run {cell(options.run_id)}: what was parked runs again"]
+    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    return Answer(value, lines)
+
+
+def _signal_of(step: StepReport) -> str:
+    return step.retry.signal if step.retry is not None else ""
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:

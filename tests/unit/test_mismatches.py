@@ -12,7 +12,7 @@ import dramatiq
 import pytest
 from dramatiq.brokers.stub import StubBroker
 
-from dramatiq_saga import Flow, Settings
+from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.codec import encode, freeze
 from dramatiq_saga.engine.replay import Replay, replay
 from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SentSignalEntry, SideEffectEntry, Snapshot, StepEntry, WaitEntry
@@ -34,6 +34,8 @@ ASKED: dict[str, Ask] = {
     "wait for signal 'stop'": lambda flow, actors: flow.await_signal("stop", wait_seconds=1),
     "signal 'go' to another run": lambda flow, actors: flow.signal_flow("other", "go"),
     "signal 'stop' to another run": lambda flow, actors: flow.signal_flow("other", "stop", 1),
+    "child 'inner'": lambda flow, actors: flow.child(actors["inner"]).run(),
+    "child 'other'": lambda flow, actors: flow.child(actors["other"], 1).continue_on_failure().run(),
     "timer": lambda flow, actors: flow.sleep(5),
     "parallel block of 2": lambda flow, actors: flow.parallel(flow.action(actors["a"]), flow.action(actors["b"])).run(),
     "parallel block of 1": lambda flow, actors: flow.parallel(flow.action(actors["a"])).run(),
@@ -44,9 +46,15 @@ ASKED: dict[str, Ask] = {
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[dict[str, Any]]:
+def actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     broker = StubBroker()
-    yield {name: dramatiq.actor(lambda *args: None, broker=broker, actor_name=name) for name in ("a", "b", "c")}
+    broker.add_middleware(SagaMiddleware(tmp_path_factory.mktemp("unused") / "unused.db"))
+    made: dict[str, Any] = {
+        name: dramatiq.actor(lambda *args: None, broker=broker, actor_name=name) for name in ("a", "b", "c")
+    }
+    for name in ("inner", "other"):
+        made[name] = workflow(name=name, broker=broker)(lambda flow, *args: None)
+    yield made
     broker.close()
 
 
@@ -105,6 +113,9 @@ MEMBERS: dict[str, tuple[Callable[[Flow, dict[str, Any]], Any], int, str, str]] 
     ),
     "its members one after another": (
         lambda flow, actors: [flow.run(actors["a"]), flow.run(actors["b"])], 1, "parallel block of 2", "step 'a'",
+    ),
+    "a child in the place of a step": (
+        lambda flow, actors: flow.parallel(flow.action(actors["a"]), flow.child(actors["inner"])).run(), 3, "step 'b'", "child 'inner'",
     ),
     "nothing": (lambda flow, actors: None, 1, "parallel block of 2", "nothing more: it returned"),
 }  # fmt: skip

@@ -45,6 +45,7 @@ EXAMPLES: list[SagaError] = [
     errors.CannotSignalTerminalFlowError("run-1", "completed"),
     errors.CannotSignalRollingBackFlowError("run-1", "rolling_back"),
     errors.SignalKeyConflictError("run-1", "k-1", "paid", "refunded"),
+    errors.NothingAwaitsRetryError("run-1", "waiting"),
     errors.ConcurrentTransitionError("run-1", "cancelled", "completed"),
     errors.NotSerializableError("args[0]", "set"),
     errors.UnknownTagError("money"),
@@ -72,6 +73,7 @@ EXAMPLES: list[SagaError] = [
     errors.MessageNotSentError("plain"),
     errors.MessageSkippedError("plain"),
     errors.UnknownActorError("plain"),
+    errors.ParentEndedError("plain"),
     errors.CompensationFailedError("plain"),
     errors.CompensationUnfinishedError("plain"),
 ]

@@ -1,14 +1,13 @@
 """Children: child runs, the links that tie them to their parents, and what passes between the two (CHILD-1 … CHILD-3).
 
-A child is a run of its own. Its link is the parent's row of it, at the sequence where the function asked for it; :func:`start`
-writes both. The link is open until the child has ended, or the parent has. Whatever ends a run settles, in the same transaction,
-the open link that waits for it, raises its parent's wake count and sends the parent's drive; and it closes, by their policy, the
-links that the run itself holds open. A :class:`Family` is who has to hear of it: read beforehand, because messages are prepared
-before a transaction begins, and looked at again inside it.
+A child's link is its parent's row of it; :func:`start` writes both runs' rows. Whatever ends a run settles, in the same transaction,
+the open link that waits for it, raises its parent's wake count and sends the parent's drive; and it closes by their policy the links
+that the run itself holds open. A :class:`Family` is who has to hear of it: read beforehand, because messages are prepared before a
+transaction begins, and looked at again inside it. Long because the two ends of a link are read against each other.
 
-Who else may be here: the other end of a link. Parents are locked before children (DRIVE-7), so of a child's end and its parent's
-the second finds the link closed, or :class:`MovedOn` tells it that its family has changed; it never finds half of either. An open
-link therefore always has a live parent and a live child. Proven by ``tests/races/test_children.py``.
+Who else may be here: the other end. Parents are locked before children (DRIVE-7), so of a child's end and its parent's the second
+finds the link closed, or :class:`MovedOn` tells it that its family has changed. An open link always has a live parent and a live
+child. Proven by ``tests/races/test_children.py``.
 """
 
 from __future__ import annotations

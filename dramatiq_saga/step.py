@@ -287,6 +287,8 @@ class Runner:
             return
         outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
+        if not body.returned and body.error is None:  # cut short between its beginning and its call
+            body.error = delivery.interrupts[-1]
         _current.set(outer)
         # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
         delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)

@@ -35,6 +35,7 @@ _OVER = {
     "done_already": "its work is done, only the result could not be kept",
     "timed_out": "no signal came in time",
     "withdrawn": "its wait was closed",
+    "block_failed": "another member has failed its block",
 }
 
 _UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}

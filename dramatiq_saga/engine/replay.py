@@ -19,6 +19,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -529,14 +530,22 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if restore is None or travelling is None:
         return _walked(function, context, make_flow, args, kwargs)
     around = Around()
+    leave = partial(around.leave, None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+    try:
+        try:
+            _enter(around, restore, travelling)
+            return _walked(function, context, make_flow, args, kwargs)
+        finally:
+            leave()
+    finally:
+        leave()  # once more, for an interrupt may have cut the first short; else it does nothing
+
+
+def _enter(around: Around, restore: Callable[[Any], Any], travelling: bytes) -> None:
     try:
         around.enter(restore, travelling)
     except Exception as error:  # CTX-1: the function does not run without its context
         raise HoldRun(error) from error
-    try:
-        return _walked(function, context, make_flow, args, kwargs)
-    finally:
-        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
 
 
 def _walked(

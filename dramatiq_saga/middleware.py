@@ -175,7 +175,7 @@ class SagaMiddleware(Middleware):
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
             )
         ensure_group_callbacks(broker, self, store=store)
-        return Engine(
+        engine = Engine(
             store=store,
             settings=self.settings,
             anomalies=AnomalyLog.from_settings(self.settings.logging),
@@ -183,6 +183,8 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+        engine.make_flow = functools.partial(Flow, workflows=engine.workflows)
+        return engine
 
     def _adopt(self, store: Store) -> Store:
         """The broker's own store, on which the settings about tables count as well."""

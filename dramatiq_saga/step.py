@@ -30,7 +30,7 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
-from .engine import blocks, fence, runs, undoing
+from .engine import blocks, children, fence, runs, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
@@ -496,6 +496,7 @@ class Runner:
                 self.wake(job.run_id)
             elif not self.sender.joins:
                 drives.send_unsent(engine, job.run_id, self.sender)
+                children.send_unsent(engine, job.run_id, self.sender)
             if lost.retry_at is not None:
                 delay = max(0, lost.retry_at - engine.now()) + 1
                 engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
@@ -582,7 +583,7 @@ class Runner:
         if run is None:
             return
         workflow, queue, priority = run
-        if self.engine.drives(workflow):
+        if self.engine.drives(workflow, queue):
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)

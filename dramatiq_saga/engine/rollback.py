@@ -25,6 +25,7 @@ from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .children import Family
     from .core import Engine
     from .rows import Decision
 
@@ -51,7 +52,7 @@ _INSERT = (
     "status, given_up, attempts, tries, claims, not_before, reclaim_stale_after_seconds, sent_at, repair_attempts, created_at, "
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
 
 
 class ReplanIncompleteError(SagaError):
@@ -263,8 +264,13 @@ def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
     return all(tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on)
 
 
-def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
-    """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since."""
+def enter(
+    tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None, family: Family | None = None
+) -> int:  # fmt: skip
+    """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since.
+
+    Where nothing can be undone the run ends at once, and ``family`` hears of it.
+    """
     if not holds(tx, snapshot.run_id, plan):
         return 0
     landed = tx.run(
@@ -302,5 +308,6 @@ def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, s
             run = tx.one(_RUN, (snapshot.run_id,))
             if run is not None:
                 following = undoing.stands(tx, snapshot.run_id, run, now)
-                engine.record(tx, snapshot.run_id, now, undoing.go_on(tx, snapshot.run_id, run, following, now))
+                lines = undoing.go_on(tx, engine, snapshot.run_id, run=run, following=following, now=now, family=family)
+                engine.record(tx, snapshot.run_id, now, lines)
     return landed

@@ -350,9 +350,8 @@ class NewChild:
     child_id: str
     workflow: str
     args: bytes
-    start: dict[str, Any]  # queue, priority, options, version, expires_in_ms, expires_at, tags: how a run of it is started
+    start: dict[str, Any]  # queue, priority, version, expires_in_ms, expires_at, tags: how a run of it is started
     close_policy: str
-    context: bytes | None = None
     optional: bool = False
     retry: str | None = None
     compensation: CompensationSpec | None = None
@@ -387,7 +386,8 @@ class Retry:
 
     entry: StepEntry | ChildEntry
     signal: ReceivedSignal | None  # consumed by this decision; None where its wait was answered
-    child_id: str | None = None  # the child run that is started now (RSIG-4)
+    child_id: str | None = None  # the child run that is started now (RSIG-4), and how
+    start: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ from ..errors import (
     qualified_name,
 )
 from ..journal import history
-from . import notify
+from . import children, notify
 from .claim import Claim, Job
 from .rows import Group, Outgoing
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .children import Family
     from .core import Engine, Outbox, Sender
     from .fence import Outcome as StepOutcome
 
@@ -65,7 +66,9 @@ _ROWS = (
     "SELECT sequence, level, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at, "
     "reclaim_stale_at FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
-_RUN_STATE = "SELECT status, rollback, ends_as, workflow, error, queue, priority FROM {flow_runs} WHERE id = ?"
+_RUN_STATE = (
+    "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?"
+)
 _RUN = _RUN_STATE + "{for_update}"
 _END = (
     "UPDATE {flow_runs} SET status = ends_as, rollback = ?, rollback_error = ?, ended_at = ?, revision = revision + 1, "
@@ -179,9 +182,9 @@ class Next:
     error: str | None = None
     undone: list[int] = field(default_factory=list)
 
-    def sends(self) -> list[tuple[int, int]]:
-        """The messages by what they would claim."""
-        return [(message.sequence, message.attempts) for message in self.messages]
+    def asks(self) -> tuple[bool, list[tuple[int, int]]]:
+        """Whether the run is to end, and the messages by what they would claim."""
+        return self.finished, [(message.sequence, message.attempts) for message in self.messages]
 
 
 def completed(claim: Claim) -> Outcome:
@@ -211,22 +214,22 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
     job = outcome.job
     now = engine.now()
     outbox = sender.outbox(delivery)
-    expected = engine.store.read(
-        lambda tx: stands(tx, job.run_id, tx.one(_RUN_STATE, (job.run_id,)), now, unsent_only=True, settled=outcome)
-    )
-    outbox.load(expected.messages)
+    expected, family = engine.store.read(lambda tx: _expected(tx, job.run_id, now, settled=outcome))
+    outbox.load([*expected.messages, *family.messages()])
     line = history.Line(
         _LINES[outcome.kind], sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error
     )
 
     def operation(tx: Tx) -> tuple[bool, bool, list[history.Line], bool]:
+        family.lock(tx)
         run = tx.one(_RUN, (job.run_id,))
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome), [], False
         following = stands(tx, job.run_id, run, now, unsent_only=True)
-        lines = [line, *go_on(tx, job.run_id, run, following, now)]
-        staged = following.sends() == expected.sends()
+        lines = [line]
+        staged = following.asks() == expected.asks()
         if staged:
+            lines += go_on(tx, engine, job.run_id, run=run, following=following, now=now, family=family)
             _send(tx, job.run_id, following, outbox, now)
         engine.record(tx, job.run_id, now, lines)
         return True, False, lines, staged
@@ -260,15 +263,16 @@ def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object 
     """
     now = engine.now()
     outbox = sender.outbox(delivery)
-    expected = engine.store.read(lambda tx: stands(tx, run_id, tx.one(_RUN_STATE, (run_id,)), now, unsent_only=True))
-    outbox.load(expected.messages)
+    expected, family = engine.store.read(lambda tx: _expected(tx, run_id, now))
+    outbox.load([*expected.messages, *family.messages()])
 
     def operation(tx: Tx) -> list[history.Line] | None:
+        family.lock(tx)
         run = tx.one(_RUN, (run_id,))
         following = stands(tx, run_id, run, now, unsent_only=True)
-        if following.sends() != expected.sends():
+        if following.asks() != expected.asks():
             return None
-        lines = go_on(tx, run_id, run, following, now)
+        lines = go_on(tx, engine, run_id, run=run, following=following, now=now, family=family)
         engine.record(tx, run_id, now, lines)
         _send(tx, run_id, following, outbox, now)
         return lines
@@ -279,6 +283,14 @@ def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object 
     outbox.delivered()
     notify.changes(engine, run_id, None, now, lines)
     return True
+
+
+def _expected(tx: Tx, run_id: str, now: int, *, settled: Outcome | None = None) -> tuple[Next, Family]:
+    """Where the rollback will stand, and who has to hear of it where it ends: the parent of a child (CHILD-1)."""
+    run = tx.one(_RUN_STATE, (run_id,))
+    following = stands(tx, run_id, run, now, unsent_only=True, settled=settled)
+    ends = run is not None and following.finished and run[8] is not None and run[0] == "rolling_back"
+    return following, children.read(tx, run_id) if ends else children.Family(run_id)
 
 
 def _send(tx: Tx, run_id: str, following: Next, outbox: Outbox, now: int) -> None:
@@ -379,11 +391,13 @@ def _failure(failures: Sequence[_Row]) -> str | None:
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 
-def go_on(tx: Tx, run_id: str, run: tuple[Any, ...] | None, following: Next, now: int) -> list[history.Line]:
+def go_on(
+    tx: Tx, engine: Engine, run_id: str, *, run: tuple[Any, ...] | None, following: Next, now: int, family: Family | None
+) -> list[history.Line]:
     """End the run where its rollback has come to an end; a run that has ended before keeps its end (COMP-8)."""
     if not following.finished or run is None:
         return []
-    status, _, ends_as, workflow, error = run[:5]
+    status, _, ends_as, workflow, error, _, _, reason, _ = run
     rollback = "halted" if following.halted else "done"
     undone = ", ".join(str(sequence) for sequence in following.undone) or "nothing"
     finished = history.Line(history.ROLLBACK_FINISHED, name=workflow, detail=f"{rollback}; undone: {undone}")
@@ -391,6 +405,8 @@ def go_on(tx: Tx, run_id: str, run: tuple[Any, ...] | None, following: Next, now
         return [finished] if tx.run(_END_RESUMED, (rollback, following.error, run_id)) else []
     if not tx.run(_END, (rollback, following.error, now, run_id)):
         return []
+    if family is not None:
+        family.ended(tx, engine, ends_as, workflow=workflow, now=now, error=error, reason=reason)
     return [finished, history.Line(f"flow.{ends_as}", name=workflow, error=error)]
 
 
@@ -520,7 +536,7 @@ def _resume_once(engine: Engine, run_id: str, sender: Sender, *, run: tuple[Any,
         tx.run(_REFILL, (run_id,))
         tx.run(_PASS_OVER, (run_id,))
         lines = [history.Line(history.ROLLBACK_RESUMED, name=run[3], detail=f"to be undone: {todo}")]
-        lines += go_on(tx, run_id, found, expected, now)
+        lines += go_on(tx, engine, run_id, run=found, following=expected, now=now, family=None)
         engine.record(tx, run_id, now, lines)
         _send(tx, run_id, expected, outbox, now)
         return lines

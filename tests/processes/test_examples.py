@@ -54,6 +54,7 @@ def test_every_example_is_tested() -> None:
         "fan_out",
         "host_transaction",
         "invoices",
+        "order_shipment",
         "patched_change",
         "retries",
         "tenants",
@@ -217,6 +218,25 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_order_shipment_undoes_what_its_child_has_done(copy: Path) -> None:
+    """CHILD-1, CHILD-2, CHILD-3."""
+    assert run(copy, "order_shipment").splitlines() == [
+        "order-1: charged",
+        "order-1: packed",
+        "order-1: completed; its shipment: completed",
+        "order-to-nowhere: charged",
+        "order-to-nowhere: packed",
+        "order-to-nowhere: unpacked",
+        "order-to-nowhere: refunded",
+        "order-to-nowhere: failed; its shipment: failed",
+        "order-unpaid: charged",
+        "order-unpaid: packed",
+        "parcel of order-unpaid: called back",
+        "order-unpaid: refunded",
+        "order-unpaid: failed; its shipment: completed",
+    ]
 
 
 def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:

@@ -47,7 +47,7 @@ WRITES = {
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
     "hold": "hold.<locals>.operation",
-    "cancel": "_end_cancelled.<locals>.operation",
+    "cancel": "_end_once.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
     "resume": "_resume_once.<locals>.operation",
@@ -265,7 +265,7 @@ class Bench:
         raise AssertionError(f"still not finished after {limit} messages")
 
     def cancel(self, run_id: str) -> bool:
-        return runs.cancel(self.engine, run_id)
+        return runs.cancel(self.engine, run_id, self.sender)
 
     def compensate(self, run_id: str) -> bool:
         return runs.compensate(self.engine, run_id, self.sender)

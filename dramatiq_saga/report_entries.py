@@ -23,10 +23,13 @@ _BLOCKS = (
     "FROM {blocks} WHERE run_id = ?"
 )
 _CHILDREN = (
-    "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at "
-    "FROM {children} WHERE run_id = ?"
+    "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at, comp_actor, "
+    "comp_from_result FROM {children} WHERE run_id = ?"
 )
 _SIGNALS = "SELECT name, payload, received_at FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id"
+
+#: What a step or a child whose compensation is built from its result is undone by, until that is known.
+FROM_RESULT = "a message built from its result"
 
 _RECORDED = {"value": "side effect", "patch": "version gate", "signal": "sent signal"}
 
@@ -37,7 +40,7 @@ class EntryReport:
 
     ``kind`` is ``side effect``, ``version gate``, ``sent signal``, ``signal`` (a wait for one), ``timer``, ``parallel``, ``saga`` or
     ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it,
-    ``closed_early_at`` when its barrier was reached while a member was live.
+    ``closed_early_at`` when its barrier was reached while a member was live, ``undo`` what undoes a child.
     """
 
     sequence: int
@@ -57,6 +60,7 @@ class EntryReport:
     error: dict[str, Any] | None = None
     max_in_flight: int | None = None
     closed_early_at: int | None = None
+    undo: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
@@ -107,10 +111,11 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
         EntryReport(
             sequence, "child", workflow, status, created_at, ended_at, value=payload(result), child_id=child_id, policy=policy,
             block=block, position=position, error=load_error(error) if error else None,
+            undo=comp_actor or (FROM_RESULT if from_result else None),
         )
-        for sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at in tx.all(
-            _CHILDREN, (run_id,)
-        )
+        for (
+            sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at, comp_actor, from_result,
+        ) in tx.all(_CHILDREN, (run_id,))
     ]  # fmt: skip
     return sorted(found, key=lambda entry: entry.sequence)
 

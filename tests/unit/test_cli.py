@@ -730,7 +730,7 @@ def test_cancel_compensate_says_what_is_undone_and_what_stands(shop: Shop) -> No
     run = shop.failed_once()
     done = shop("cancel", run.id, "--compensate", "--json")
     assert (done.value["status"], done.value["changed"]) == ("rolling_back", True)
-    assert done.value["undone"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert done.value["undone"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
     assert [step["sequence"] for step in done.value["stands"]] == [2]
     again = shop("cancel", run.id, "--compensate")
     assert again.lines[0] == f"run {run.id} is rolling back, and was before; it will end as cancelled"
@@ -800,7 +800,7 @@ def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
     assert "rollback   is being undone" in shop("show", run.id).out
     again = shop("resume-rollback", run.id, "--json")
     assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
-    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert again.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
     assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
     shop.work_until(lambda: run.rollback == "done")
     assert run.status == "failed"

@@ -744,7 +744,7 @@ def test_cancel_compensate_says_what_is_undone_and_what_stands(shop: Shop) -> No
     run = shop.failed_once()
     done = shop("cancel", run.id, "--compensate", "--json")
     assert (done.value["status"], done.value["changed"]) == ("rolling_back", True)
-    assert done.value["undone"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
+    assert done.value["undone"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
     assert [step["sequence"] for step in done.value["stands"]] == [2]
     again = shop("cancel", run.id, "--compensate")
     assert again.lines[0] == f"run {run.id} is rolling back, and was before; it will end as cancelled"

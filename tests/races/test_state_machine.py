@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dramatiq import Message
 from dramatiq.broker import MessageProxy
 from dramatiq.middleware import Shutdown
 from hypothesis import HealthCheck, settings
@@ -35,7 +34,7 @@ from dramatiq_saga.interrupts import Body
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.step import Delivery
-from tests.support.bench import WRITES, Bench, ByHand
+from tests.support.bench import WRITES, Bench
 
 THOROUGH = bool(os.environ.get("DRAMATIQ_SAGA_TEST_THOROUGH"))
 
@@ -71,7 +70,17 @@ def declare(bench: Bench) -> None:
         flow.run(notify, who)
         return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
 
+    def convoy(flow: Any, who: str) -> str:
+        """Three steps side by side, two at a time; the first failure cancels what has not begun."""
+        flow.parallel(
+            flow.action(book, who).compensate_with(unbook, who),
+            flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)),
+            flow.action(notify, who),
+        ).max_in_flight(2).run()
+        return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
+
     bench.workflow(trip)
+    bench.workflow(convoy)
 
 
 def _body(name: str) -> Any:
@@ -109,7 +118,7 @@ class World:
     def begin_anew(self) -> None:
         """As if nothing had ever been played: a game has to come out the same when it is repeated."""
         self.clock._now = 1_700_000_000_000
-        tables = ("flow_runs", "action_runs", "compensation_runs", "blocks", "side_effects", "flow_events", "tags")
+        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags", "blocks")
         self.workers[0].store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in tables])
         for worker in self.workers:
             worker._faults.clear()
@@ -140,6 +149,7 @@ class Runs(RuleBasedStateMachine):
         self.runs: list[str] = []
         self.letters: list[MessageProxy] = []  # on their way
         self.working: list[tuple[Bench, Delivery, Claim]] = []  # bodies that have begun and not reported
+        self.callbacks: list[MessageProxy] = []  # what Dramatiq would send once it has counted a group's members
         self.failed: list[tuple[Bench, Delivery]] = []  # failures that Dramatiq has not decided about
         self.seen: dict[tuple[str, str, int], tuple[Any, ...]] = {}  # rows that may not change any more
         self.revisions: dict[str, int] = {}
@@ -155,7 +165,10 @@ class Runs(RuleBasedStateMachine):
         """What has been sent is on its way now."""
         for worker in self.workers:
             while worker.sender.queue:
-                self.letters.append(worker.message(worker.sender.queue.popleft()))
+                outgoing = worker.sender.queue.popleft()
+                self.letters.append(worker.message(outgoing))
+                if outgoing.group is not None:
+                    self.callbacks.append(worker.callback(outgoing))
 
     def send(self, letter: MessageProxy) -> None:
         self.letters.append(letter)
@@ -221,7 +234,8 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: len(self.runs) < 2)
     @rule(number=number)
     def somebody_starts_a_run(self, number: int) -> None:
-        self.runs.append(self.worker(number).start("trip", "Ada", run_id=f"run {len(self.runs) + 1}"))
+        workflow = ("trip", "convoy")[number // 2 % 2]
+        self.runs.append(self.worker(number).start(workflow, "Ada", run_id=f"run {len(self.runs) + 1}"))
         self.collect()
 
     @precondition(lambda self: self.letters)
@@ -241,11 +255,17 @@ class Runs(RuleBasedStateMachine):
         worker, letter = self.worker(number), self.pick(self.letters, which)
         if not again:
             self.letters.remove(letter)
-        if letter.options["saga"]["kind"] == "drive":
+        if letter.options["saga"]["kind"] in ("drive", "callback"):
             worker.runner.drive(Delivery(letter))
         else:
             self.claim(worker, letter)
         self.collect()
+
+    @precondition(lambda self: self.callbacks)
+    @rule(which=number)
+    def a_group_calls_back(self, which: int) -> None:
+        """Early, late, or again: the count is not believed."""
+        self.send(self.pick(self.callbacks, which))
 
     @precondition(lambda self: self.letters)
     @rule(which=number)
@@ -295,16 +315,18 @@ class Runs(RuleBasedStateMachine):
         which=number,
         write=st.sampled_from(
             [
-                "claim",
-                "outcome and decision",
-                "outcome",
-                "decision",
-                "side effect",
-                "plan",
-                "cancel",
-                "undo outcome",
-                "advance",
-                "resume",
+                *(
+                    "claim",
+                    "outcome and decision",
+                    "outcome",
+                    "decision",
+                    "side effect",
+                    "plan",
+                    "cancel",
+                    "undo outcome",
+                    "advance",
+                ),
+                *("member outcome", "failed try", "callback", "resume"),
             ]
         ),
         by=st.sampled_from(["a message", "a message", "a body", "an operator"]),
@@ -374,16 +396,6 @@ class Runs(RuleBasedStateMachine):
         if worker.events(run).count("rollback.resumed") > before:
             for key in [key for key, row in self.seen.items() if key[:2] == ("undo", run) and row[0] == "failed"]:
                 del self.seen[key]
-        self.collect()
-
-    @precondition(lambda self: any("group_completion_callbacks" in letter.options for letter in self.letters))
-    @rule(number=number, which=number)
-    def a_callback_comes_early(self, number: int, which: int) -> None:
-        """Dramatiq has counted somebody twice."""
-        counted = [letter for letter in self.letters if "group_completion_callbacks" in letter.options]
-        worker, letter = self.worker(number), self.pick(counted, which)
-        (callback,) = letter.options["group_completion_callbacks"]
-        worker.runner.drive(Delivery(ByHand(Message(**callback))))
         self.collect()
 
     @precondition(lambda self: self.runs)

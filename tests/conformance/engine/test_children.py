@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +16,7 @@ from dramatiq_saga import (
     Settings,
     get_flow,
 )
+from dramatiq_saga.cli import runs
 from dramatiq_saga.cli.show import lines_of
 from dramatiq_saga.errors import (
     CannotSignalTerminalFlowError,
@@ -24,7 +26,7 @@ from dramatiq_saga.errors import (
     WouldBlockError,
 )
 from dramatiq_saga.events import ChildCancelled, ChildCompleted, ChildFailed, ChildStarted, on
-from dramatiq_saga.operations import Operator
+from dramatiq_saga.operations import Operator, RefusedError
 from dramatiq_saga.settings import Context
 from tests.conformance.engine.test_claims_and_fences import Gate
 from tests.support.application import Application, Applications
@@ -784,3 +786,45 @@ def test_a_group_of_children_is_undone_side_by_side(app: Application) -> None:
     assert handle.status == "failed"
     assert sorted(app.calls[1:]) == [("recall", 1), ("recall", 2)]
     assert {undo.level for undo in handle.compensations()} == {0}
+
+
+@pytest.mark.parametrize("command", ["--keep", "--compensate"])
+def test_the_command_line_says_what_becomes_of_children(lite: Application, command: str) -> None:
+    """CHILD-3: cancel names each child and its fate, and asks before it closes one."""
+    recall = lite.step("recall")
+
+    @lite.workflow
+    def quick(flow: Flow) -> int:
+        return 7
+
+    @lite.workflow
+    def slow(flow: Flow) -> None:
+        flow.await_signal("never")
+
+    @lite.workflow
+    def parent(flow: Flow) -> None:
+        flow.child(quick).compensate_with(recall, 7).run()
+        flow.parallel(*[flow.child(slow).close_policy(policy) for policy in ("abandon", "cancel", "fail")]).run()
+
+    handle = parent.send()
+    lite.start()
+    eventually(lambda: len(handle.children()) == 4)
+    operator = Operator.on_broker(lite.broker)
+    parser = argparse.ArgumentParser()
+    common = argparse.ArgumentParser(add_help=False)
+    runs.add_commands(parser.add_subparsers(), common)
+    options = parser.parse_args(["cancel", handle.id])
+    with pytest.raises(RefusedError, match=r"run \S+ is under way: close policy fail"):
+        options.run(operator, options)
+    options = parser.parse_args(["cancel", handle.id, command])
+    lines = options.run(operator, options).lines
+    found = lines[lines.index("its children:") + 1 :]
+    undone = command == "--compensate"
+    assert [line.partition(") ")[2] for line in found] == [
+        "had completed: undone by recall" if undone else "had completed: its work stands",
+        "goes on by itself",
+        "is rolled back, and ends as cancelled" if undone else "ends as cancelled, its work stands",
+        "is rolled back, and ends as failed",
+    ]
+    eventually(lambda: [child_of(handle, sequence).status for sequence in (4, 5)] == ["cancelled", "failed"])
+    assert child_of(handle, 3).status == "waiting"

@@ -21,7 +21,7 @@ from ..codec import describe_error, digest
 from ..errors import FlowCancelledError, WriteRefusedError
 from ..journal import history
 from ..statuses import ChildClosePolicy, FlowStatus
-from . import notify
+from . import blocks, notify
 from .replay import MovedOn
 from .rows import ChildEntry, Outgoing, Parent
 
@@ -58,10 +58,6 @@ _SENT_TO = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _SETTLE = (
     "UPDATE {children} SET status = ?, result = ?, error = ?, ended_at = ? "
     "WHERE run_id = ? AND sequence = ? AND child_id = ? AND status = 'running'"
-)
-_WAKE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LET_GO = "UPDATE {children} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND child_id = ? AND ended_at IS NULL"
 # A child that is rolling back has given up already, and what it held was closed when that began.
@@ -246,7 +242,7 @@ class Family:
             error = describe_error(FlowCancelledError(self.run_id, workflow, None, reason))
         if not tx.run(_SETTLE, (status, result, error, now, parent.run_id, parent.sequence, self.run_id)):
             return
-        tx.run(_WAKE, (now, parent.run_id))
+        blocks.wake_for_child(tx, parent.run_id, parent.sequence, status=status, now=now)
         line = history.Line(_WORDS[status], sequence=parent.sequence, name=workflow, payload=result, error=error)
         _tell(tx, engine, parent.run_id, parent.workflow, now, line)
 

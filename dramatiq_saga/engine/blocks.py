@@ -28,7 +28,6 @@ CHOICE = 16
 
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _BLOCK = "SELECT policy, max_in_flight, failed_by, closed_early_at, ended_at FROM {blocks} WHERE run_id = ? AND sequence = ?"
-_CHILD = "SELECT block, optional, retry_policy FROM {children} WHERE run_id = ? AND sequence = ?"
 _MEMBER = "SELECT optional, retry_policy FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 # Members that are scheduled or at work. The first terms are those of an index that holds live members only; no order of its
@@ -159,31 +158,6 @@ def _is_hard(tx: Tx, member: Member, policy: str) -> bool:
     row = tx.one(_MEMBER, (member.run_id, member.sequence))
     optional, retry_policy = row or (False, None)
     return retry_policy is not None or (not optional and policy != ParallelFailurePolicy.WAIT_ALL_THEN_FAIL)
-
-
-def wake_for_child(tx: Tx, run_id: str, sequence: int, *, status: str, now: int) -> None:
-    """Raise the wake of a run one of whose children has just ended, in ``status``; where others of its block are open, as one that
-    no drive has to see. The run's row has to be locked.
-
-    Its children, and steps that are parked, leave a run waiting; so which of them are left makes no difference to it.
-    """
-    row = tx.one(_CHILD, (run_id, sequence))
-    if row is None or row[0] is None or not _leaves_others(tx, run_id, *row, status=status):
-        tx.run(_WAKE, (now, run_id))
-    else:
-        tx.run(_SEEN_AT_ONCE, (run_id,))
-
-
-def _leaves_others(tx: Tx, run_id: str, block: int, optional: bool, retry_policy: str | None, *, status: str) -> bool:
-    found = tx.one(_BLOCK, (run_id, block))
-    if found is None:
-        return False
-    policy, _, failed_by = found[:3]
-    if status != "completed" and failed_by is None:
-        forgiven = optional and status != "cancelled"  # CHILD-2
-        if retry_policy is not None or (not forgiven and policy != ParallelFailurePolicy.WAIT_ALL_THEN_FAIL):
-            return False
-    return any(tx.one(sql, (run_id, block)) is not None for sql in (_OPEN_CHILD, _OPEN_STEP))
 
 
 def gets_no_further_try(tx: Tx, run_id: str, block: int) -> bool:

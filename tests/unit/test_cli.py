@@ -819,7 +819,7 @@ def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
     assert "rollback   is being undone" in shop("show", run.id).out
     again = shop("resume-rollback", run.id, "--json")
     assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
-    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert again.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
     assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
     shop.work_until(lambda: run.rollback == "done")
     assert run.status == "failed"

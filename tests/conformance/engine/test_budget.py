@@ -24,8 +24,8 @@ WITH_UNDO = (4.4, 17.8)
 #: A run of one step, from the call of send() until nothing is left of it in the queue, the look at the empty queue included.
 SMALL_RUN = (6, 16)
 
-#: A child without steps: its start and its end.
-PER_CHILD = (2.2, 14.0)
+#: A child without steps: its start and its end, and now and then a reservation, as for steps.
+PER_CHILD = (2.5, 15.0)
 
 BOOKKEEPING = ("BEGIN", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE")
 
@@ -162,7 +162,7 @@ def test_a_step_reads_nothing_that_its_process_has_just_written(lone: Applicatio
 
 
 def test_a_child_costs_two_transactions(lone: Application) -> None:
-    """ARCHITECTURE budget: by the difference between 5 and 15 children without steps, one after another: the parent's decision that
+    """ARCHITECTURE budget: by the difference between 10 and 30 children without steps, one after another: the parent's decision that
     starts a child, and the child's own, which ends it and wakes the parent; nothing more."""
 
     @lone.workflow
@@ -176,8 +176,8 @@ def test_a_child_costs_two_transactions(lone: Application) -> None:
     lone.start(threads=1)
     cost = Cost(lone)
     cost_of(lone, cost, steps, 2)
-    small, large = cost_of(lone, cost, steps, 5), cost_of(lone, cost, steps, 15)
-    per_child = [(there - here) / 10 for here, there in zip(small, large, strict=True)]
+    small, large = cost_of(lone, cost, steps, 10), cost_of(lone, cost, steps, 30)
+    per_child = [(there - here) / 20 for here, there in zip(small, large, strict=True)]
     print("transactions and statements per child:", per_child[:2])
     assert per_child[0] <= PER_CHILD[0], "\n".join(cost.statements[-60:])
     assert per_child[1] <= PER_CHILD[1], "\n".join(cost.statements[-60:])

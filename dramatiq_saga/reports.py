@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .store.database import Tx
 
 _RUN_COLUMNS = (
-    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
+    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error", "reason",
     "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "repair_attempts", "created_at", "started_at",
     "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
@@ -103,6 +103,7 @@ class RunReport:
     rollback: str
     ends_as: str | None
     args: str | None
+    context: str | None
     result: str | None
     error: dict[str, Any] | None
     rollback_error: dict[str, Any] | None
@@ -136,7 +137,7 @@ class RunReport:
         known: dict[str, Any] = {"run_id": self.id} | {
             name: getattr(self, name)
             for name in (
-                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
+                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error",
                 "reason", "hold_error", "hold_count", "unseen_wakes", "repair_attempts", "parent_id", "parent_sequence",
                 "close_request", "tags",
             )
@@ -214,7 +215,7 @@ def read_run(
     def shown(data: bytes | None) -> str | None:
         return None if data is None or limit is None else readable(data, limit)
 
-    for name in ("args", "result"):
+    for name in ("args", "context", "result"):
         facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None

@@ -153,6 +153,8 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         )
     if report.args is not None:
         yield "arguments", cut(cell(report.args), WIDTH)
+    if report.context is not None:
+        yield "context", cut(cell(report.context), WIDTH)
     if report.result is not None:
         yield "result", cut(cell(report.result), WIDTH)
     if report.reason:

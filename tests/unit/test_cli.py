@@ -513,6 +513,7 @@ def test_send_gives_a_context_where_none_can_be_captured(shop: Shop) -> None:
     sent = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", '{"tenant": 7}')
     assert sent.status == 0, sent.err
     assert shop.sql("SELECT context FROM saga_flow_runs") == [(b'{"tenant":7}',)]
+    assert 'context    {"tenant":7}' in shop("show", sent.out.strip()).lines
     assert shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", "acme").status == 1
 
 

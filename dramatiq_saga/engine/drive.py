@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
-from . import notify, rollback, runs, signals, undoing
+from . import alarms, notify, rollback, runs, signals, undoing
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
@@ -94,6 +94,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         _calm(sender, delivery)
         now = engine.now()
         outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        alarm = alarms.for_decision(engine, sender, snapshot, decision, now=now)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -101,6 +102,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan):
                 return False
             engine.record(tx, snapshot.run_id, now, lines)
+            if alarm is not None:
+                alarm.stage(tx)
             outbox.stage(tx)
             return True
 
@@ -125,6 +128,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         return None
     remember(engine, snapshot, decision, context)
     try:
+        if alarm is not None:
+            alarm.delivered()
         outbox.delivered()
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)

@@ -24,7 +24,7 @@ from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
-from . import drive, notify, rollback, undoing
+from . import alarms, drive, notify, rollback, undoing
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
@@ -173,6 +173,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
         outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        alarm = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
@@ -195,6 +196,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ):
             raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
+        if alarm is not None:
+            alarm.stage(tx)
         outbox.stage(tx)
         return True
 
@@ -203,6 +206,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         return False
     drive.remember(engine, after, decision, context)
     try:
+        if alarm is not None:
+            alarm.delivered()
         outbox.delivered()
     finally:
         notify.changes(engine, job.run_id, outcome.workflow, now, lines)

@@ -410,6 +410,7 @@ class Outgoing:
     priority: int | None = None
     options: dict[str, Any] | None = None
     delay: int | None = None
+    at: int | None = None  # of a timer: the moment that it is for
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals
+from dramatiq_saga.engine import runs, signals, timers
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -52,6 +52,8 @@ WRITES = {
     "release": "_release.<locals>.part.<locals>.operation",
     "start": "start.<locals>.operation",
     "signal": "send.<locals>.operation",
+    "timers": "_end.<locals>.operation",
+    "alarm": "_set_alarm_once.<locals>.operation",
 }
 
 
@@ -69,6 +71,7 @@ class HandSender:
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()
+        self.alarms: deque[Outgoing] = deque()
 
     def calm(self) -> None:
         pass
@@ -90,7 +93,11 @@ class HandOutbox:
         self._messages = messages
 
     def stage(self, tx: Any) -> None:
-        tx.after_commit(lambda: self._sender.queue.extend(self._messages))
+        tx.after_commit(self._send)
+
+    def _send(self) -> None:
+        self._sender.queue.extend(message for message in self._messages if message.kind != "timer")
+        self._sender.alarms.extend(message for message in self._messages if message.kind == "timer")
 
     keep = stage
 
@@ -218,6 +225,19 @@ class Bench:
         """What this bench's writes have sent and nobody has taken yet."""
         return list(self.sender.queue)
 
+    @property
+    def alarms(self) -> list[int]:
+        """The moments for which alarms are on their way, in the order in which they were sent."""
+        return [message.at for message in self.sender.alarms if message.at is not None]
+
+    def ring(self) -> int:
+        """Deliver the alarms that are due, as a queue in the same database would; how many."""
+        due = [message for message in self.sender.alarms if message.at is not None and message.at <= self.engine.now()]
+        for message in due:
+            self.sender.alarms.remove(message)
+            self.deliver(message)
+        return len(due)
+
     def take(self) -> Outgoing:
         """The oldest message that nobody has taken."""
         return self.sender.queue.popleft()
@@ -231,6 +251,8 @@ class Bench:
         if isinstance(what, Outgoing):
             what = self.message(what)
         delivery = Delivery(what)
+        if delivery.kind == "timer":
+            return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
             return drives.drive(self.engine, delivery.run_id, self.sender)
         actor = self.broker.actors[delivery.actor]

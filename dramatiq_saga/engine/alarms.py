@@ -52,7 +52,9 @@ def message(run_id: str, workflow: str, queue: str, *, priority: int | None, at:
     return Outgoing("timer", run_id, workflow, queue, priority=priority, delay=max(0, at - now), at=at)
 
 
-def for_run(sender: Sender, run_id: str, workflow: str, queue: str, *, priority: int | None, at: int | None, now: int) -> Alarm | None:
+def for_run(
+    sender: Sender, run_id: str, workflow: str, queue: str, *, priority: int | None, at: int | None, now: int
+) -> Alarm | None:
     """The alarm for a deadline of a run; ``None`` where there is none, or the sender joins no transaction."""
     if at is None or not sender.joins:
         return None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import decision as decisions
 from . import alarms, notify, rollback, runs, signals, undoing
+from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import decision as decisions
 from . import alarms, drive, notify, rollback, undoing
+from . import decision as decisions
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry

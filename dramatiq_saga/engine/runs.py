@@ -34,7 +34,7 @@ _UNSTART_EVENTS = "DELETE FROM {flow_events} WHERE run_id = ?"
 _UNSTART_TAGS = "DELETE FROM {tags} WHERE run_id = ?"
 _STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow_runs} WHERE id = ?{for_update}"
 _CANCEL = (
-    "UPDATE {flow_runs} SET status = 'cancelled', reason = ?, ended_at = ?, revision = revision + 1, wakes_seen = wakes, "
+    "UPDATE {flow_runs} SET status = ?, reason = ?, ended_at = ?, revision = revision + 1, wakes_seen = wakes, "
     "woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
     "AND ended_at IS NULL AND status <> 'rolling_back'"
 )
@@ -75,7 +75,9 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     refuse_inside_workflow(f"starting a run of {run.workflow}")
     outbox = sender.outbox(None)
     now = engine.now()
-    messages = [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority, options=run.options, delay=run.delay)]
+    messages = [
+        Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority, options=run.options, delay=run.delay)
+    ]
     timer_at = run.expires_at if sender.joins else None
     if timer_at is not None:
         messages.append(alarms.message(run.run_id, run.workflow, run.queue, priority=run.priority, at=timer_at, now=now))
@@ -197,7 +199,13 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
 
 
 def _end_cancelled(
-    engine: Engine, run_id: str, reason: str | None, *, seen: Snapshot | None = None, plan: rollback.Plan | None = None
+    engine: Engine,
+    run_id: str,
+    reason: str | None,
+    *,
+    seen: Snapshot | None = None,
+    plan: rollback.Plan | None = None,
+    as_: str = "cancelled",
 ) -> tuple[str, str] | None:
     """``None`` once it has ended; else where it was found. Given ``seen`` and ``plan``, only a run that they still fit is ended."""
     now = engine.now()
@@ -211,10 +219,10 @@ def _end_cancelled(
             return status, workflow
         if plan is not None and not rollback.holds(tx, run_id, plan):
             return status, workflow
-        if not tx.run(_CANCEL, (reason, now, run_id, revision)):
+        if not tx.run(_CANCEL, (as_, reason, now, run_id, revision)):
             return status, workflow
         settle_live(tx, run_id, now=now)
-        lines = [history.Line(history.FLOW_CANCELLED, name=workflow, detail=reason)]
+        lines = [history.Line(f"flow.{as_}", name=workflow, detail=reason)]
         engine.record(tx, run_id, now, lines)
         tx.after_commit(lambda: notify.changes(engine, run_id, workflow, now, lines))
         return None
@@ -268,6 +276,44 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
         engine.anomalies.transition_lost(
             run_id=run_id, workflow=snapshot.workflow, observed=snapshot.status, intended="rolling_back", actual="moved on"
         )
+
+
+def undo(
+    engine: Engine, snapshot: Snapshot, decision: Decision | None, *, sender: Sender, ends_as: str, delivery: object | None = None,
+    error: str | None = None, reason: str | None = None,
+) -> bool:  # fmt: skip
+    plan = rollback.draft(engine, snapshot, decision, ends_as=ends_as, reason=reason)
+    plan.error = error
+    if plan.rows:
+        return _enter(engine, snapshot, plan, sender)
+    return _end_cancelled(engine, snapshot.run_id, reason, seen=snapshot, plan=plan, as_=ends_as) is None
+
+
+def needs_replay(snapshot: Snapshot) -> bool:
+    """Whether a rollback of the run can only be planned with a replay: a compensation is still to be built from a result (COMP-2)."""
+    return bool(_unseen(snapshot))
+
+
+def _unseen(snapshot: Snapshot) -> set[int]:
+    return {
+        entry.sequence for entry in snapshot.entries
+        if isinstance(entry, StepEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
+    }  # fmt: skip
+
+
+def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int | None]:
+    unseen = _unseen(snapshot)
+    if not unseen:
+        return None, None
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings)
+    try:
+        decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
+    except NeedsRecording:
+        decision = Decision("suspended", resolved=context.resolved)
+    missed = min(unseen - {sequence for sequence, _ in decision.resolved}, default=None)
+    if missed is not None and decision.kind != "completed":
+        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
+    return decision, missed
 
 
 def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:

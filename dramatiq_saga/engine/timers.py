@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .rows import Snapshot
 
 _RUN = (
-    "SELECT workflow, queue, priority, expires_at, expiry_after, timer_at, wakes > wakes_seen FROM {flow_runs} "
+    "SELECT workflow, queue, priority, expires_at, expiry_after, timer_at, wakes > wakes_seen, "
+    "wakes > wakes_seen AND woken_at <= expires_at AND status <> 'pending' FROM {flow_runs} "
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LOCK = _RUN + "{for_update}"
@@ -56,7 +57,8 @@ _EXPIRE = (
     f"worker_id = NULL, reclaim_stale_at = NULL, time_limit_at = NULL WHERE {_OBSERVED}"
 )
 _CLOSE_RETRY_WAIT = (
-    "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND kind = 'retry' AND status = 'waiting'"
+    "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND kind = 'retry' "
+    "AND status = 'waiting'"
 )
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
@@ -116,6 +118,7 @@ class _Found:
     priority: int | None
     timer_at: int | None
     unseen: bool
+    in_time: bool  # what nobody has seen had happened before the run's deadline
     overdue: bool
     waits: tuple[_Wait, ...]
     steps: tuple[_Step, ...]
@@ -132,19 +135,20 @@ def fire(
     Raises StoreError where the store refuses, MessageNotSentError where a message did not leave; calling it again goes on from there.
     """
     fired = Fired()
-    driven = False
+    ended = driven = False
     while True:
         now = engine.now()
         found = engine.store.read(lambda tx: _look(tx, run_id, now))  # noqa: B023
         if found is None:
             return fired
         if found.waits or found.steps:
+            ended = True
             driven = _end(engine, found, sender, delivery, fired, now=now, here=here) or driven
             continue
         if found.overdue:
-            if found.unseen and not driven and engine.drives(found.workflow):
+            if (ended or found.in_time) and not driven and engine.drives(found.workflow):
                 driven = True
-                drive.drive(engine, run_id, sender, delivery)  # what was due before its deadline counts
+                drive.drive(engine, run_id, sender, delivery)  # what had happened before its deadline counts
                 continue
             if _expire_run(engine, run_id, sender, delivery, fired):
                 continue
@@ -162,20 +166,18 @@ def _look(tx: Tx, run_id: str, now: int) -> _Found | None:
     run = tx.one(_RUN, (run_id,))
     if run is None:
         return None
-    workflow, queue, priority, expires_at, expiry_after, timer_at, unseen = run
+    workflow, queue, priority, expires_at, expiry_after, timer_at, unseen, in_time = run
     overdue = expires_at is not None and expires_at <= now and (expiry_after is None or expiry_after <= now)
     until = expires_at if overdue else now
     waits = tuple(_Wait(*row) for row in tx.all(_WAITS, (run_id, until)))
     steps = tuple(_Step(*row) for row in tx.all(_STEPS, (run_id, until)))
-    return _Found(run_id, workflow, queue, priority, timer_at, bool(unseen), overdue, waits, steps)
+    return _Found(run_id, workflow, queue, priority, timer_at, bool(unseen), bool(in_time), overdue, waits, steps)
 
 
 # --- waits and steps -------------------------------------------------------------------------------------------------
 
 
-def _end(
-    engine: Engine, found: _Found, sender: Sender, delivery: object | None, fired: Fired, *, now: int, here: bool
-) -> bool:
+def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None, fired: Fired, *, now: int, here: bool) -> bool:
     """End what was found due; true where the run was driven here afterwards."""
     run_id = found.run_id
     here = here and engine.drives(found.workflow)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
 from .clock import moment_to_ms, to_ms
 from .codec import decode, encode
-from .engine.replay import Replay, current_replay
+from .engine.replay import Replay, current_replay, here
 from .engine.rows import SentSignal
 from .engine.signals import raise_refusal
 from .errors import SagaError, SignalTimeoutError
@@ -29,9 +29,16 @@ if TYPE_CHECKING:
     import structlog
     from dramatiq import Actor
 
+    from .builders import AnyActor, Member
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
 
 
 def tag_text(key: object, value: object) -> str | None:
@@ -66,14 +73,14 @@ class Flow:
         """
         replay = self._replay
         # The way that a long history takes on every drive: recorded, completed, nothing left to build.
-        if replay.cursor < replay.recorded and not replay.suspended and replay.error is None:
+        if replay.cursor < replay.straight and here.context is replay:
             entry = replay.entries[replay.cursor]
             if entry.kind == "step" and entry.status == "completed" and entry.actor == actor.actor_name:  # type: ignore[union-attr]
                 replay.cursor += 1
                 return entry.value()  # type: ignore[no-any-return, union-attr, misc, operator]
         return ActionBuilder(self._use(), actor, args, kwargs).run()
 
-    def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R]:
+    def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R, R]:
         """A builder for one step: say how it is undone and treated, then ``run()`` it.
 
         Raises:
@@ -99,15 +106,49 @@ class Flow:
         value: T = replay.side_effect(key, fn)
         return value
 
-    def optional_action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R | None]:
+    def optional_action(self, actor: AnyActor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R, R | None]:
         """As :meth:`action`, for a step whose failure does not fail the run; shorthand for ``.continue_on_failure()`` (OPT-1)."""
-        return ActionBuilder(self._use(), actor, args, kwargs).continue_on_failure()
+        return ActionBuilder(self._use(), cast("Actor[Any, R]", actor), args, kwargs).continue_on_failure()
 
-    def parallel(self, *builders: Any) -> ParallelBuilder[list[Any]]:
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], /) -> ParallelBuilder[A | B]: ...
+
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], c: Member[C], /) -> ParallelBuilder[A | B | C]: ...
+
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], /) -> ParallelBuilder[A | B | C | D]: ...
+
+    @overload
+    def parallel(
+        self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], e: Member[E], /
+    ) -> ParallelBuilder[A | B | C | D | E]: ...
+
+    @overload
+    def parallel(self, *builders: Member[T]) -> ParallelBuilder[T]: ...
+
+    def parallel(self, *builders: Member[Any]) -> ParallelBuilder[Any]:
         """A builder for steps that run at the same time; ``run()`` gives their results in the order given (PAR-1)."""
         return ParallelBuilder(self._use(), builders)
 
-    def saga(self, *builders: Any) -> SagaBuilder[Any]:
+    @overload
+    def saga(self, a: Member[A], b: Member[B], /) -> SagaBuilder[A | B]: ...
+
+    @overload
+    def saga(self, a: Member[A], b: Member[B], c: Member[C], /) -> SagaBuilder[A | B | C]: ...
+
+    @overload
+    def saga(self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], /) -> SagaBuilder[A | B | C | D]: ...
+
+    @overload
+    def saga(
+        self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], e: Member[E], /
+    ) -> SagaBuilder[A | B | C | D | E]: ...
+
+    @overload
+    def saga(self, *builders: Member[T]) -> SagaBuilder[T]: ...
+
+    def saga(self, *builders: Member[Any]) -> SagaBuilder[Any]:
         """A builder for steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
         return SagaBuilder(self._use(), builders)
 

@@ -43,12 +43,12 @@ from dramatiq.middleware import (
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
-from .barriers import ensure_group_callbacks
+from .barriers import BlockBarriers, ensure_group_callbacks
 from .brokers.database import DatabaseBroker
 from .coroutines import body_of
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
-from .engine.rows import Outgoing
+from .engine.rows import Group, Outgoing
 from .engine.sender import DeferredSender, JoinedSender
 from .errors import (
     MessageNotSentError,
@@ -213,13 +213,17 @@ class SagaMiddleware(Middleware):
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
             return JoinedSender(
-                cast("Any", broker), functools.partial(build_message, broker), functools.partial(disarm, broker)
+                cast("Any", broker),
+                functools.partial(build_message, broker),
+                functools.partial(disarm, broker),
+                BlockBarriers(broker, self, store=engine.store),
             )
         return DeferredSender(
             engine.store,
             functools.partial(_enqueue, broker),
             build=functools.partial(build_message, broker),
             calm=functools.partial(disarm, broker),
+            barriers=BlockBarriers(broker, self, store=engine.store),
         )
 
     # --- declaring ---------------------------------------------------------------------------------------------------
@@ -548,6 +552,10 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     options: dict[str, Any] = dict(outgoing.options) if outgoing.options else {}
     if outgoing.at is not None:
         facts["at"] = outgoing.at
+    group = outgoing.group
+    if group is not None:
+        options["group_completion_uuid"] = group.id
+        options["group_completion_callbacks"] = [_callback(outgoing.run_id, group)]
     if outgoing.kind not in ("drive", "timer"):
         facts["sequence"] = outgoing.sequence
         if outgoing.cycle:
@@ -562,6 +570,18 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     return Message(
         queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
     )
+
+
+def _callback(run_id: str, group: Group) -> dict[str, Any]:
+    """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
+    facts = {"kind": "callback", "run": run_id, "block": group.block, "first": group.first, "last": group.last}
+    options: dict[str, Any] = {OPTION: facts}
+    if group.priority is not None:
+        options["priority"] = group.priority
+    message: Message[Any] = Message(
+        queue_name=group.queue, actor_name=group.workflow, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+    return dict(message.asdict())
 
 
 #: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.

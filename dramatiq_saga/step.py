@@ -30,8 +30,8 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
+from .engine import blocks, fence, runs, timers, undoing
 from .engine import drive as drives
-from .engine import fence, runs, timers, undoing
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
@@ -65,7 +65,8 @@ _CANCELLED = (
     "WHERE f.id = ? AND a.sequence = ?"
 )
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
-_UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
 
 
 class _Marks:
@@ -133,8 +134,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "kind", "message", "retries",
-        "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind", "message",
+        "retries", "retry_asked", "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -151,6 +152,10 @@ class Delivery:
             self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind in ("drive", "timer")
+        self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
+        if kind == "callback":
+            self.group = facts.get("block"), facts.get("first"), facts.get("last")
+            known = all(type(number) is int for number in self.group)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -321,7 +326,9 @@ class Runner:
         if not landed and job.kind == "step":
             undoing.body_reported(self.engine, claim, self.sender)
         if job.kind == "step":
-            outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
+            outcome = fence.Outcome(
+                "refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text, block=claim.block
+            )
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
             undoing.settle(
@@ -348,7 +355,8 @@ class Runner:
         undoes = None
         if claim.undoes is not None:
             outcome, key = claim.undoes
-            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, (claim.job.run_id, claim.job.sequence)))
+            of = (claim.job.run_id, claim.job.sequence)
+            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_STEP, of) or tx.one(_UNDONE_CHILD, of))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
@@ -462,6 +470,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
@@ -490,6 +499,7 @@ class Runner:
                 self._put_back_after(delivery, delay)
 
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _go_on_rolling_back(self, lost: Lost) -> None:
@@ -511,6 +521,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -549,11 +560,18 @@ class Runner:
             elif delivery.kind == "timer":
                 run_id, message = delivery.run_id, delivery.message
                 self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
-            else:
+            elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
+
+    def _called_back(self, delivery: Delivery) -> bool:
+        assert delivery.group is not None
+        block, first, last = delivery.group
+        return blocks.called_back(
+            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+        )
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
@@ -593,8 +611,7 @@ class Runner:
 
         def part() -> None:
             if claim.job.kind == "step":
-                outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
-                fence.settle(self.engine, outcome, self.sender, None)
+                fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
                 undoing.settle(
                     self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
@@ -620,6 +637,12 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _count_not(delivery: Delivery) -> None:
+    """Keep Dramatiq from counting this delivery as a member that has succeeded: nothing ran here (PAR-2). The count is not believed
+    anyway, but one that is right spares the run a callback that comes early."""
+    delivery.message.options.pop("group_completion_callbacks", None)
 
 
 def _say_where(failure: BaseException, claim: Claim) -> None:

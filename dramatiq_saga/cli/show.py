@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..operations import Operator
+from ..report_entries import EntryReport
 from ..reports import CompensationReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
@@ -19,7 +20,7 @@ WIDTH = 160
 
 _ROLLBACK = {
     "running": "is being undone",
-    "halted": "halted: what follows the failed undo was not undone",
+    "halted": "halted: what follows the failed undo was not undone; `resume-rollback` goes on once its cause is mended",
     "done": "done",
 }
 
@@ -46,12 +47,17 @@ def lines_of(report: RunReport, now: int) -> Iterator[str]:
     """The whole page."""
     for name, text in _head(report, now):
         yield f"{name:<10} {text}"
-    if report.steps:
-        yield ""
-    width = max((len(cell(step.row.actor)) for step in report.steps), default=0)
+    lines: dict[int, tuple[str, str, list[str]]] = {  # by sequence: what it is, where it stands, what else there is to say
+        entry.sequence: (_title(entry), _entry(entry, now), list(_entry_details(entry))) for entry in report.entries
+    }
     for step in report.steps:
-        yield f"{step.row.sequence:>4}  {cell(step.row.actor):<{width}}  {_standing(step, now)}"
-        yield from (f"      {line}" for line in _details(report, step, now))
+        lines[step.row.sequence] = cell(step.row.actor), _standing(step, now), list(_details(report, step, now))
+    if lines:
+        yield ""
+    width = max((len(title) for title, _, _ in lines.values()), default=0)
+    for sequence, (title, standing, details) in sorted(lines.items()):
+        yield f"{sequence:>4}  {title:<{width}}  {standing}"
+        yield from (f"      {line}" for line in details)
     if report.events is not None:
         yield ""
         yield from _events(report)
@@ -97,8 +103,47 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
             "waits for",
             "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen",
         )
+    for signal in report.signals:
+        payload = "" if signal.payload in (None, "null") else f" {cut(cell(signal.payload), WIDTH)}"
+        yield "signal", f"{cell(signal.name)}{payload} came at {moment(signal.received_at)}; nothing has waited for it yet"
     if report.repair_attempts:
         yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
+
+
+def _title(entry: EntryReport) -> str:
+    """What a request is that is no step."""
+    if entry.kind in ("parallel", "saga"):
+        return f"{entry.kind} of {entry.size}"
+    name = "" if entry.name is None else f" {cell(entry.name)}"
+    return {"signal": f"wait for signal{name}", "timer": "timer"}.get(entry.kind, f"{entry.kind}{name}")
+
+
+def _entry(entry: EntryReport, now: int) -> str:
+    """Where it stands, in one line."""
+    if entry.kind == "version gate":
+        return "passed: this run goes the new way"
+    if entry.status == "recorded":
+        return f"recorded at {moment(entry.created_at)}"
+    if entry.status == "waiting":
+        until = "" if entry.due_at is None else f" until {moment(entry.due_at)} ({relative(entry.due_at, now)})"
+        return f"waits{until}"
+    status = {"consumed": "came", "timed_out": "timed out" if entry.kind == "signal" else "is over"}.get(
+        entry.status, entry.status
+    )
+    if entry.ended_at is None:
+        return f"{status.replace('_', ' ')} since {moment(entry.created_at)}"
+    return f"{status.replace('_', ' ')} at {moment(entry.ended_at)}"
+
+
+def _entry_details(entry: EntryReport) -> Iterator[str]:
+    if entry.child_id is not None:
+        yield f"run {cell(entry.child_id)}"
+    if entry.error is not None:
+        yield error_line(entry.error)
+    if entry.failed_by is not None:
+        yield f"failed by {entry.failed_by}"
+    if entry.value is not None and entry.value != "null":
+        yield f"value {cut(cell(entry.value), WIDTH)}"
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
@@ -116,6 +161,8 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         )
         again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
         return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
+    if row.status == "running" and row.given_up:
+        return f"{status} since {moment(row.started_at or 0)}, and left behind: its level ended without it; a late report is still recorded"
     if row.status == "running" and row.started_at is not None:
         return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
     if row.status == "failed":
@@ -129,6 +176,14 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _beside(compensation: CompensationReport) -> str:
+    """Which undos share its level (COMP-5)."""
+    others = compensation.beside
+    if not others:
+        return ""
+    return f", side by side with that of {'step' if len(others) == 1 else 'steps'} {', '.join(map(str, others))}"
 
 
 def _try(number: int, of: int | None) -> str:
@@ -164,7 +219,8 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     compensation = step.compensation
     if compensation is not None:
         undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
-        yield f"undo by {cell(compensation.row.actor)}{undo}: {_standing(compensation, now)}"
+        by = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
+        yield f"{by}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
         if compensation.row.status == "running" and compensation.row.worker_id:

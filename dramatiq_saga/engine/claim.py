@@ -43,7 +43,7 @@ _CLAIM_COMPENSATION = (
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 # differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
@@ -53,7 +53,7 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
         f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
         for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context", "expires_at")
     )
-    + ", expires_at"
+    + ", expires_at, block"
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
@@ -126,6 +126,7 @@ class Claim:
     max_claims: int | None = None  # the step's own limit
     stale_at: int | None = None  # when another worker may take the row over
     deadline: int | None = None  # of the step, or of its run: no try can begin after it
+    block: int | None = None  # the parallel block that the step is a member of
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,7 @@ class ClaimAttempt:
         return Claim(
             job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
             None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline,
+            row[19] if job.kind == "step" else None,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:

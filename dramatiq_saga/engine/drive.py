@@ -7,7 +7,6 @@ led here is consumed by the write that made it unnecessary.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from enum import Enum
@@ -18,7 +17,7 @@ from ..store.trouble import is_trouble
 from . import alarms, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
-from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Snapshot, StepEntry, step_message
 from .snapshot import load
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
         alarm = alarms.for_decision(engine, sender, snapshot, decision, now=now)
         lines = decisions.events(snapshot, decision, plan)
 
@@ -234,12 +233,3 @@ def send_unsent(engine: Engine, run_id: str, sender: Sender) -> int:
     outbox.load([step_message(run_id, row) for row in rows])
     outbox.delivered()
     return len(rows)
-
-
-def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
-    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
-    sequence, actor, queue, priority, options, cycle, attempts, tries = row
-    return Outgoing(
-        "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
-        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
-    )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import alarms, drive, notify, rollback, undoing
+from . import alarms, blocks, drive, notify, rollback, undoing
 from . import decision as decisions
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
@@ -100,6 +100,7 @@ class Outcome:
     error: str | None = None
     known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
     exception: BaseException | None = None  # for those who listen to a rejection
+    block: int | None = None  # the parallel block that the step is a member of, where its claim tells
 
     @property
     def status(self) -> str:
@@ -110,7 +111,7 @@ def completed(claim: Claim, result: bytes) -> Outcome:
     """The body returned."""
     return Outcome(
         "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
 
 
@@ -118,8 +119,13 @@ def failed(claim: Claim, error: str) -> Outcome:
     """The body ended in a way that no further try can mend."""
     return Outcome(
         "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
+
+
+def given_up(claim: Claim) -> Outcome:
+    """Dramatiq will not try again: the failure that the row tells of is the last (NATIVE-2)."""
+    return Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, block=claim.block)
 
 
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
@@ -127,6 +133,39 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
+    if outcome.block is None:
+        return _settle(engine, outcome, sender, delivery)
+    return _settle_member(engine, outcome, outcome.block, sender, delivery)
+
+
+def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender, delivery: object | None) -> bool:
+    """A member of a parallel block: alone while others are at work, as any step where it is the last (PAR-2)."""
+    job = outcome.job
+    lines: list[history.Line] = []
+
+    def write(tx: Tx, now: int) -> bool:
+        if not _write_outcome(tx, outcome, now):
+            return False
+        _set_lines(tx, outcome, lines)
+        return True
+
+    member = blocks.Member(job.run_id, block, job.sequence, failed=outcome.kind != "completed")
+    standing = blocks.settle_member(engine, member, sender, delivery=delivery, write=write, lines=lines)
+    if standing.landed:
+        notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
+    else:
+        engine.cache.drop(job.run_id)  # from before the outcomes of the others
+        if not _settle(engine, outcome, sender, delivery):
+            return False
+    if standing.closed_early:
+        engine.anomalies.batch_finished_early(
+            row=job.row, run_id=job.run_id, sequence=job.sequence, actor=outcome.actor, block=block
+        )
+    return True
+
+
+def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """An outcome that a drive has to see."""
     if engine.drives(outcome.workflow):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
@@ -172,7 +211,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
         alarm = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
@@ -229,8 +268,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome)
         tx.run(_WAKE, (now, job.run_id))
-        row = None if outcome.kind == "completed" else tx.one(_READ_ROW, (job.run_id, job.sequence))
-        lines[:] = _lines(outcome, "" if row is None else row[0])
+        _set_lines(tx, outcome, lines)
         engine.record(tx, job.run_id, now, lines)
         if here:
             outbox.keep(tx)
@@ -285,6 +323,12 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     return bool(status in ("failed", "optional_failed") and attempts == outcome.attempts and given_up)
 
 
+def _set_lines(tx: Tx, outcome: Outcome, lines: list[history.Line]) -> None:
+    """What the history says of an outcome that has just been written; which status a failure led to, the row knows."""
+    row = None if outcome.kind == "completed" else tx.one(_READ_ROW, (outcome.job.run_id, outcome.job.sequence))
+    lines[:] = _lines(outcome, "" if row is None else row[0])
+
+
 def _lines(outcome: Outcome, status: str) -> list[history.Line]:
     """What the history says of an outcome that has put the row into ``status``."""
     sequence, actor, attempts = outcome.job.sequence, outcome.actor, outcome.attempts
@@ -310,7 +354,8 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it, and where
+    there is no further try because the step's block has failed (PAR-4).
 
     ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
     told from one that waits for its moment (DOCTOR-1).
@@ -328,6 +373,8 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
         # test_a_plan_loses_to_a_failed_try_that_lands_while_it_is_written
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))
+        if claim.block is not None and blocks.gets_no_further_try(tx, job.run_id, claim.block):
+            return False, False
         moments = (now,) if job.kind == "step" else (now, now)
         if tx.run(sql, (error, *moments, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
@@ -350,4 +397,4 @@ def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:
     engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, attempts)))
 
 
-__all__ = ["Outcome", "completed", "fail_try", "failed", "note_next_try", "settle"]
+__all__ = ["Outcome", "completed", "fail_try", "failed", "given_up", "note_next_try", "settle"]

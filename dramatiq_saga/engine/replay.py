@@ -90,6 +90,9 @@ class _Replaying(threading.local):
 
 _replaying = _Replaying()
 
+#: For those who cannot afford a call to :func:`current_replay`.
+here = _replaying
+
 
 def current_replay() -> Replay | None:
     """The replay that this thread is in the middle of, if any."""
@@ -124,6 +127,7 @@ class Replay:
         self.settings = settings
         self.entries = snapshot.entries
         self.recorded = len(snapshot.entries)
+        self.straight = self.recorded  # up to here Flow.run() may go straight; nowhere once the function must not go on
         self.cursor = 0
         self.record = record
         self.steps: list[NewStep] = []
@@ -141,6 +145,7 @@ class Replay:
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
         self.recording: str | None = None
+        self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -170,12 +175,14 @@ class Replay:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
         if self.error is None:
             self.error = error
+        self.straight = 0
         return error
 
     def builder_dropped(self, what: str) -> None:
         """A builder was thrown away without ``run()``; learnt at the next use of ``flow``, or at the end."""
         if not self.suspended and self.error is None:
             self.error = BuilderNotRunError(what)
+            self.straight = 0
 
     def recorded_step(self, actor: str) -> StepEntry | None:
         """The step recorded at the next sequence, moving past it; ``None`` where the function has reached new ground."""
@@ -283,10 +290,21 @@ class Replay:
         self.unrecorded = True
         return entry
 
-    def cancel_members(self, block: int) -> None:
+    def cancel_members(self, block: BlockEntry, failed_by: int) -> None:
         """Members of a block that are not running are not wanted any more (PAR-4). Which those are, the rows decide."""
-        self.more.cancelled.append(block)
+        self.more.cancelled.append((block.sequence, failed_by))
         self.again = True
+
+    def release_member(self, entry: StepEntry) -> None:
+        """A member that was held back may run now (PAR-1)."""
+        self.more.released.append(entry)
+        self.changed[entry.sequence] = replace(entry, extra=replace(entry.extra, held_back=False))
+
+    def finish_block(self, block: BlockEntry) -> None:
+        """Nothing of a block is live any more."""
+        self.more.finished.append(block.sequence)
+        if block.sequence <= self.recorded:
+            self.changed[block.sequence] = replace(block, ended=True)
 
     def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
         """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""
@@ -295,7 +313,7 @@ class Replay:
             if not isinstance(entry, WaitEntry) or entry.what != what or entry.name != name:
                 raise self.mismatch(WaitEntry(0, what, name, "waiting", None).describe())
             self.cursor += 1
-            if entry.is_live:
+            if entry.is_live or entry.status == "cancelled":  # with its run, which is walked only to be looked at
                 raise self.suspend(outside=True)
             return entry
         sequence = self.next_sequence()
@@ -393,6 +411,7 @@ class Replay:
     def suspend(self, *, outside: bool = False) -> Suspend:
         """The function cannot go on; raise what this returns. ``outside``: no worker has anything to do for it now."""
         self.suspended = True
+        self.straight = 0
         self.outside = outside
         return Suspend()
 
@@ -525,6 +544,7 @@ def _walk(
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     if context.error is not None:
         raise HoldRun(context.error)
@@ -538,6 +558,7 @@ def _walk(
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
 

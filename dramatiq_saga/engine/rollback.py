@@ -14,24 +14,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec import describe_error, load_error
 from ..errors import CompensationFailedError, SagaError
 from . import undoing
 from .claim import idempotency_key
 from .replay import HoldRun
-from .rows import CompensationSpec, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
     from .core import Engine
     from .rows import Decision
 
+_UNDOABLE = "run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
 _STEPS = (
-    "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_on_self_failure, "
-    "comp_policy, comp_reclaim_stale_after_seconds, reclaim_stale_at, time_limit_at, comp_from_result, comp_group, comp_parallel "
-    "FROM {action_runs} WHERE run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE) ORDER BY sequence DESC"
+    "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, "
+    "comp_on_self_failure, comp_policy, comp_reclaim_stale_after_seconds, comp_group, comp_parallel, reclaim_stale_at, time_limit_at "
+    f"FROM {{action_runs}} WHERE {_UNDOABLE}"
+)
+# A child that has not completed undoes itself, or is closed (CHILD-3): there is nothing of it to undo here.
+_CHILDREN = (
+    "SELECT sequence, status, FALSE, 0, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, FALSE, comp_policy, "
+    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL "
+    f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
@@ -74,6 +81,28 @@ class Plan:
     rests_on: list[tuple[int, str, int]] = field(default_factory=list)  # unsettled steps: sequence, status, attempts
 
 
+class _Undoable(NamedTuple):
+    """A step or a child that can be undone, as its row stands."""
+
+    sequence: int
+    status: str
+    given_up: bool
+    attempts: int
+    cycle: int
+    error: str | None
+    comp_actor: str | None
+    comp_args: bytes | None
+    comp_options: str | None
+    from_result: bool
+    on_self_failure: bool
+    policy: str | None
+    reclaim: int | None
+    group: int | None
+    parallel: bool
+    stale_at: int | None
+    limit_at: int | None
+
+
 def draft(
     engine: Engine, snapshot: Snapshot, decision: Decision | None, *, ends_as: str = "failed", reason: str | None = None
 ) -> Plan:
@@ -84,35 +113,48 @@ def draft(
     """
     resolved: dict[int, CompensationSpec] = dict(decision.resolved) if decision else {}
     plan = Plan(ends_as, decision.error if decision else None, reason)
-    candidates = [
-        entry for entry in snapshot.entries
-        if isinstance(entry, StepEntry) and (entry.comp_actor is not None or entry.comp_from_result)
-    ]  # fmt: skip
-    if not candidates:
+    entries = {
+        entry.sequence: entry for entry in snapshot.entries
+        if isinstance(entry, StepEntry | ChildEntry) and (entry.comp_actor is not None or entry.comp_from_result)
+    }  # fmt: skip
+    if not entries:
         return plan
-    entries = {entry.sequence: entry for entry in candidates}
-    rows = engine.store.read(lambda tx: tx.all(_STEPS, (snapshot.run_id,)))
+    children = any(isinstance(entry, ChildEntry) for entry in entries.values())
     now = engine.now()
-    for row in rows:
-        entry = entries.get(row[0])
+    for row in engine.store.read(lambda tx: _undoable(tx, snapshot.run_id, children=children)):
+        entry = entries.get(row.sequence)
         if entry is None:
             continue
-        if row[9] and entry.is_live:
-            # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
-            # to stand so still when the plan is written. test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
-            entry = replace(entry, status=row[1], given_up=bool(row[2]), attempts=row[3], error=row[5])
-            plan.rests_on.append((row[0], row[1], row[3]))
-        elif row[9]:
-            entry = replace(entry, attempts=row[3])  # a claim moves neither revision nor wakes, so a cache may not know of it
-        if entry.status == "completed" and entry.comp_from_result and row[7] is None and row[0] not in resolved:
-            engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=row[0])
-            raise HoldRun(ReplanIncompleteError(row[0], entry.actor))
-        planned = _planned(engine, snapshot.run_id, entry, row, resolved.get(row[0]), now)
+        if row.on_self_failure and isinstance(entry, StepEntry):
+            if entry.is_live:
+                # A claim, or a failed try, changes the row and neither revision nor wakes: it is taken as it stands, and has
+                # to stand so still when the plan is written.
+                # test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
+                entry = replace(entry, status=row.status, given_up=bool(row.given_up), attempts=row.attempts, error=row.error)
+                plan.rests_on.append((row.sequence, row.status, row.attempts))
+            else:
+                entry = replace(entry, attempts=row.attempts)  # a cache may not know of its claims
+        if entry.status == "completed" and entry.comp_from_result and row.comp_args is None and row.sequence not in resolved:
+            engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=row.sequence)
+            raise HoldRun(ReplanIncompleteError(row.sequence, _name(entry)))
+        planned = _planned(engine, snapshot.run_id, entry, row, resolved.get(row.sequence), now)
         if planned is not None:
             planned["level"] = _level(plan.rows, planned["group"])
             plan.rows.append(planned)
     plan.messages = _first(snapshot.run_id, plan.rows, now)
     return plan
+
+
+def _undoable(tx: Tx, run_id: str, *, children: bool) -> list[_Undoable]:
+    """What can be undone of a run, the last first."""
+    rows = tx.all(_STEPS, (run_id,))
+    if children:
+        rows += tx.all(_CHILDREN, (run_id,))
+    return sorted((_Undoable(*row) for row in rows), key=lambda row: -row.sequence)
+
+
+def _name(entry: StepEntry | ChildEntry) -> str:
+    return entry.actor if isinstance(entry, StepEntry) else entry.workflow
 
 
 def _level(above: list[dict[str, Any]], group: int | None) -> int:
@@ -136,31 +178,13 @@ def _first(run_id: str, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
 
 
 def _planned(
-    engine: Engine, run_id: str, entry: StepEntry, row: tuple[Any, ...], spec: CompensationSpec | None, now: int
+    engine: Engine, run_id: str, entry: StepEntry | ChildEntry, row: _Undoable, spec: CompensationSpec | None, now: int
 ) -> dict[str, Any] | None:
     """One compensation row, or ``None`` where this step is not to be undone."""
-    (
-        sequence,
-        _,
-        _,
-        _,
-        cycle,
-        _,
-        actor,
-        args,
-        options_text,
-        on_self_failure,
-        policy,
-        reclaim,
-        stale_at,
-        limit_at,
-        _,
-        group,
-        parallel,
-    ) = row
-    undoes = _undoes(entry, bool(on_self_failure))
+    undoes = _undoes(entry, bool(row.on_self_failure))
     if undoes is None:
         return None
+    actor, args, options_text = row.comp_actor, row.comp_args, row.comp_options
     if spec is not None:
         actor, args, options_text = spec.actor, spec.args, spec.options
     options = json.loads(options_text) if options_text else {}
@@ -168,35 +192,38 @@ def _planned(
     if actor is None or args is None:
         broken = describe_error(
             CompensationFailedError(
-                f"the compensation of step {sequence} ({entry.actor}) is built from the step's result, and there is none that can be read"
+                f"the compensation of step {row.sequence} ({_name(entry)}) is built from the step's result, and there is none that can be read"
             )
         )
     not_before = None
-    if entry.status == "running":  # COMP-9: no refund before the charge has reported, gone stale or run out of time
-        known = [moment for moment in (stale_at, limit_at) if moment is not None]
+    if isinstance(entry, StepEntry) and entry.status == "running":
+        # COMP-9: no refund before the charge has reported, gone stale or run out of time
+        known = [moment for moment in (row.stale_at, row.limit_at) if moment is not None]
         not_before = min(known) if known else now + 600_000
     return {
-        "sequence": sequence,
+        "sequence": row.sequence,
         "actor": actor or "",
         "queue": options.pop("queue_name", None) or _queue_of(engine, actor),
         "priority": options.pop("priority", None),
         "options": options or None,
         "args": bytes(args) if args is not None else b"",
         "undoes": undoes,
-        "undoes_key": idempotency_key(run_id, sequence, cycle),
-        "policy": policy or engine.settings.sagas.default_compensation_failure_policy,
+        "undoes_key": entry.child_id if isinstance(entry, ChildEntry) else idempotency_key(run_id, row.sequence, row.cycle),
+        "policy": row.policy or engine.settings.sagas.default_compensation_failure_policy,
         "status": "failed" if broken else "pending",
         "error": broken,
         "not_before": not_before,
-        "reclaim": reclaim,
-        "group": group if parallel else None,
+        "reclaim": row.reclaim,
+        "group": row.group if row.parallel else None,
     }
 
 
-def _undoes(entry: StepEntry, on_self_failure: bool) -> str | None:
+def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool) -> str | None:
     """What the step left behind: ``completed``, ``failed``, ``unknown``; ``None`` where nothing is to be undone (COMP-5, COMP-7)."""
     if entry.status == "completed":
         return "completed"
+    if isinstance(entry, ChildEntry):
+        return None
     kind = load_error(entry.error)["type"].rsplit(".", 1)[-1] if entry.error else ""
     for_good = entry.status == "optional_failed" or (entry.status == "failed" and entry.given_up)
     if for_good and kind == "ResultNotSerializableError":

@@ -10,6 +10,7 @@ Long because what one replay can lead to stands in one place, read (entries) and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,6 +159,8 @@ class BlockEntry:
     max_in_flight: int | None = None
     block: int | None = None
     position: int | None = None
+    failed_by: int | None = None  # the member whose failure has cancelled those that were not running (PAR-4)
+    ended: bool = False
     kind = "block"
     is_live = False  # its members are
 
@@ -396,6 +399,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Messages of one block that go out together: what Dramatiq knows as a group (PAR-1).
+
+    ``first`` and ``last`` are sequences of the members; ``workflow``, ``queue`` and ``priority`` say where the callback goes.
+    """
+
+    id: str
+    size: int
+    block: int
+    first: int
+    last: int
+    workflow: str
+    queue: str
+    priority: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message that is to be sent: which row it is about, and how it travels."""
 
@@ -411,6 +431,16 @@ class Outgoing:
     options: dict[str, Any] | None = None
     delay: int | None = None
     at: int | None = None  # of a timer: the moment that it is for
+    group: Group | None = None  # what it goes out with
+
+
+def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
+    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
+    sequence, actor, queue, priority, options, cycle, attempts, tries = row
+    return Outgoing(
+        "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
+        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -439,5 +469,7 @@ class More:
     parks: list[Park] = field(default_factory=list)
     retries: list[Retry] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)  # blocks whose members that are not running are cancelled (PAR-4)
+    cancelled: list[tuple[int, int]] = field(default_factory=list)  # blocks that a member has failed, and which member (PAR-4)
+    released: list[StepEntry] = field(default_factory=list)  # members that were held back and may run now (PAR-1)
+    finished: list[int] = field(default_factory=list)  # blocks of which nothing is live any more
     taken: set[int] = field(default_factory=set)  # ids of received signals that are consumed

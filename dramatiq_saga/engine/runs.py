@@ -16,7 +16,7 @@ from ..journal import history
 from . import alarms, notify, rollback, undoing
 from .decision import settle_live, write_tag
 from .replay import HoldRun, NeedsRecording, Replay, refuse_inside_workflow, replay
-from .rows import Decision, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     """What a replay finds out about compensations that no drive has seen yet; nothing of it is committed (COMP-2, COMP-3)."""
     unseen = {
         entry.sequence for entry in snapshot.entries
-        if isinstance(entry, StepEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
+        if isinstance(entry, StepEntry | ChildEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
     }  # fmt: skip
     if not unseen:
         return None

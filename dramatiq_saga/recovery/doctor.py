@@ -76,7 +76,8 @@ class Rule:
 
 
 _NEVER_STARTED = Rule(
-    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
+    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ?", "r.created_at",
+    "R1: its message is lost",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",

@@ -326,7 +326,15 @@ def build(database: Database, prefix: str) -> Models:
         indexes=[
             index("action_live", "created_at", where=LIVE, leading="ended_at"),
             index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
-            index("action_block", "run_id", "block", where=f"block IS NOT NULL AND {LIVE}", leading="ended_at"),
+            index(
+                "action_block",
+                "run_id",
+                "block",
+                "held_back",
+                "sequence",
+                where=f"block IS NOT NULL AND {LIVE}",
+                leading="ended_at",
+            ),
         ],
     )
 
@@ -385,7 +393,8 @@ def build(database: Database, prefix: str) -> Models:
         policy=ident(24, null=True),
         max_in_flight=integer(null=True),
         group_id=ident(64, null=True),
-        closed_early_at=ms(null=True),
+        closed_early_at=ms(null=True),  # its barrier was reached while a member was live (PAR-2)
+        failed_by=integer(null=True),  # sequence of the member whose failure lets the others have no further try (PAR-4)
         created_at=ms(),
         ended_at=ms(null=True),
         checks=["size >= 0"],

@@ -8,12 +8,12 @@ order. So the same objects that workers would run are under test, and their file
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 from dramatiq import Actor, Broker
 
+from ..coroutines import plain_function
 from ..engine.core import WorkflowDefinition
 from ..middleware import SagaMiddleware
 from ..step import Delivery, Runner
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from ..engine.claim import Claim, Job
     from ..engine.core import Engine, Sender
+    from ..engine.replay import Replay
     from ..settings import Settings
-
-_MISSING = object()
 
 
 class Watcher:
@@ -46,8 +45,8 @@ class Watcher:
     def step_failed(self, job: Job, error: BaseException) -> None:
         """A step or compensation has failed for good, with an error that never came out of its actor."""
 
-    def function_failed(self, run_id: str, error: Exception) -> None:
-        """An exception has left a workflow function."""
+    def replay_begins(self, replay: Replay) -> None:
+        """A workflow function is about to be run."""
 
 
 class WatchedRunner(Runner):
@@ -70,26 +69,6 @@ class WatchedRunner(Runner):
     def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> None:
         self.watcher.step_failed(claim.job, error)
         super()._settle(delivery, claim, text, error)
-
-
-class WatchedWorkflows(dict[str, WorkflowDefinition]):
-    """An engine's workflows; each function tells of the exception that it ends with."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
-        self._watcher = watcher
-
-    def __setitem__(self, name: str, definition: WorkflowDefinition) -> None:
-        super().__setitem__(name, replace(definition, function=partial(_watched, self._watcher, definition.function)))
-
-
-def _watched(watcher: Watcher, function: Callable[..., Any], flow: Any, /, *args: Any, **kwargs: Any) -> Any:
-    __tracebackhide__ = True
-    try:
-        return function(flow, *args, **kwargs)
-    except Exception as error:
-        watcher.function_failed(flow.run_id, error)
-        raise
 
 
 class Takeover:
@@ -157,16 +136,17 @@ class Takeover:
     # --- turning, and turning back -----------------------------------------------------------------------------------
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner).get(name, _MISSING)
+        self._keep(owner, name)
         setattr(owner, name, value)
-        if before is _MISSING:
-            self._undo.callback(delattr, owner, name)
-        else:
-            self._undo.callback(setattr, owner, name, before)
+
+    def _keep(self, owner: Any, name: str) -> None:
+        """Whatever becomes of it, it will be as it is now."""
+        own = vars(owner)
+        self._undo.callback(own.__setitem__, name, own[name]) if name in own else self._undo.callback(own.pop, name, None)
 
     def _take(self, actor: Actor[Any, Any]) -> None:
-        self._set(actor, "fn", actor.fn)
-        self._set(actor, "__saga_wrapped__", getattr(actor, "__saga_wrapped__", None))
+        for name in ("fn", "__saga_wrapped__", "__saga_plain__"):
+            self._keep(actor, name)
         self._set(actor, "broker", self.stand_in)
         self.stand_in.take_over(actor.queue_name)
         self.stand_in.actors[actor.actor_name] = actor
@@ -179,11 +159,14 @@ class Takeover:
         self._undo.callback(_close_memory, store)
         engine = SagaMiddleware._make_engine(middleware, stand_in)
         store.auto_create = True  # whatever the settings say of the application's own database
-        engine.workflows = WatchedWorkflows(self._watcher)
-        for name, definition in self._declared.items():
-            engine.workflows[name] = definition
+        engine.workflows.update(self._declared)
+        engine.make_flow = partial(self._make_flow, engine.make_flow)
         self._watcher.engine_made(engine)
         return engine
+
+    def _make_flow(self, make_flow: Callable[[Any], Any], replay: Replay) -> Any:
+        self._watcher.replay_begins(replay)
+        return make_flow(replay)
 
     def _runner(self, broker: Broker) -> Runner:
         middleware = self.middleware
@@ -216,7 +199,7 @@ class Takeover:
         workflow: Workflow[Any, Any] | None = getattr(actor, "workflow", None)
         actor.broker = broker
         if workflow is None:
-            actor.fn = getattr(actor.fn, "__wrapped__", actor.fn)
+            actor.fn = plain_function(actor)
             actor.__saga_wrapped__ = None  # type: ignore[attr-defined]
         else:
             workflow.broker = broker

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from unittest import mock
 
 import dramatiq
@@ -29,8 +29,9 @@ from dramatiq.logging import get_logger
 from dramatiq.middleware import AsyncIO, Interrupt, Middleware
 
 from ..clock import ManualClock, SystemClock, moment_to_ms, to_ms
+from ..coroutines import coroutine_of, plain_function
 from ..engine import notify
-from ..errors import FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
+from ..errors import ChildError, FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
 from ..handle import FlowHandle
 from ..middleware import made, middleware_of
 from ..recovery.monitor import monitor
@@ -40,16 +41,20 @@ from .replays import ReplayChecks
 from .stand_in import Letter, Post
 from .takeover import Takeover, Watcher
 from .tracebacks import start_at_the_code_under_test
-from .waiting import due_in, next_due, open_waits
+from .waiting import due_in, next_due, open_waits, tells_of_itself
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..engine.claim import Job
     from ..engine.core import Engine
+    from ..engine.replay import Replay
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: What an actor can be made to do: a function that gives what the actor gives, a coroutine function, or an exception.
+Substitute: TypeAlias = Callable[..., R] | Callable[..., Awaitable[R]] | BaseException | type[BaseException]
 
 #: So many messages at one moment, or in one call, look like a workflow that never ends.
 LIMIT = 10_000
@@ -67,14 +72,11 @@ class SagaTester(Watcher):
       now: where the clock stands at first; the present by default.
       without: classes of the application's middleware that are to be left out.
       limit: so many messages at one moment, or in one call of :meth:`advance`, are taken for a workflow that never ends.
-
-    Attributes:
-      errors: every exception that left a step, a compensation, an actor or a workflow function, oldest first: the objects
-        themselves, with their tracebacks.
     """
 
     def __init__(self, *, now: datetime | None = None, without: tuple[type[Middleware], ...] = (), limit: int = LIMIT) -> None:
-        self.errors: list[BaseException] = []
+        self._errors: list[BaseException] = []
+        self._replays: deque[Replay] = deque()
         self._clock = ManualClock(SystemClock().now() if now is None else moment_to_ms(now))
         self._post = Post(self._clock)
         self._without = without
@@ -147,7 +149,7 @@ class SagaTester(Watcher):
         with self._running("advance()"):
             self._run(until=self._clock.now() + span)
 
-    def replace(self, actor: Actor[Any, Any], substitute: Callable[..., Any] | BaseException | type[BaseException]) -> None:
+    def replace(self, actor: Actor[..., R], substitute: Substitute[R]) -> None:
         """For the rest of the test ``actor`` does something else: what a function does, or raise an exception.
 
         The actor keeps its name, its queue and its options, tries included. Steps, compensations, ordinary messages and direct calls
@@ -163,8 +165,6 @@ class SagaTester(Watcher):
         if not isinstance(given, Actor):
             raise TypeError(f"saga.replace() takes an actor, not {type(actor).__name__}")
         body = _substitute(actor, substitute)
-        if inspect.iscoroutinefunction(substitute):
-            self._start_event_loop()
         self._look_around()
         self._takeover_of(actor).replace(actor, body)
 
@@ -190,9 +190,15 @@ class SagaTester(Watcher):
         return datetime.fromtimestamp(self._clock.now() / 1000, UTC)
 
     @property
+    def errors(self) -> list[BaseException]:
+        """Every exception that left a step, a compensation, an actor or a workflow function, oldest first: the objects themselves."""
+        self._note_functions()
+        return list(self._errors)
+
+    @property
     def waiting(self) -> list[str]:
         """What is left to happen, in words: for the message of an assertion, or for a look around while a test is written."""
-        letters = [due_in(letter, self._clock.now()) for letter in self._post.letters()]
+        letters = [due_in(letter, self._clock.now()) for letter in self._post.letters() if tells_of_itself(letter)]
         return letters + [line for takeover in self._opened() for line in open_waits(takeover.engine)]
 
     @property
@@ -261,9 +267,8 @@ class SagaTester(Watcher):
         __tracebackhide__ = True
         broker, message = letter.broker, letter.message
         actor = broker.actors.get(message.actor_name)
-        if actor is not None and inspect.iscoroutinefunction(inspect.unwrap(actor.fn)):
-            if any(isinstance(one, AsyncIO) for one in broker.middleware):
-                self._start_event_loop()
+        if actor is not None and coroutine_of(plain_function(actor)) is not None:
+            self._start_event_loop(broker)
         facts = message.options[OPTION] if is_ours(message) else None
         check = None
         if self._checks is not None and facts is not None:
@@ -273,18 +278,19 @@ class SagaTester(Watcher):
             self._calls.setdefault(message.actor_name, []).append((message.args, message.kwargs))
         if error is not None:
             if facts is None:
-                self.errors.append(error)
+                self._errors.append(error)
             if not isinstance(error, Exception | Interrupt):
                 raise error
+        self._note_functions()
         if facts is None and delivered.failed:
             raise error or SagaError(f"no actor is named {message.actor_name!r}: its message was rejected")
         self._raise_held()
         if check is not None:
             check()
 
-    def _start_event_loop(self) -> None:
-        """For async actors, as a worker has one."""
-        if get_event_loop_thread() is None:
+    def _start_event_loop(self, broker: Broker) -> None:
+        """For async actors, where a worker would have one."""
+        if get_event_loop_thread() is None and any(isinstance(one, AsyncIO) for one in broker.middleware):
             thread = EventLoopThread(self._log, 0.01)
             thread.start(timeout=10)
             set_event_loop_thread(thread)
@@ -337,6 +343,7 @@ class SagaTester(Watcher):
 
     def _cause(self, run_id: str) -> BaseException | None:
         """The exception that the workflow function ended with; those of steps behind it have their originals for causes."""
+        self._note_functions()
         error: BaseException | None = self._functions.get(run_id)
         seen: set[int] = set()
         link = error
@@ -349,9 +356,8 @@ class SagaTester(Watcher):
         return error
 
     def _origin(self, run_id: str, error: FlowError) -> BaseException | None:
-        child = getattr(error, "child_run_id", None)
-        if child is not None:
-            return self._cause(child)
+        if isinstance(error, ChildError):
+            return self._cause(error.child_id)
         return self._originals.get((run_id, "step", getattr(error, "sequence", 0)))
 
     def body(self, delivery: Delivery, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,16 +380,26 @@ class SagaTester(Watcher):
 
     def step_failed(self, job: Job, error: BaseException) -> None:
         self._originals[job.run_id, job.kind, job.sequence] = error
-        if not any(error is known for known in self.errors[-2:]):  # told twice, or the same object raised at every try
-            self.errors.append(error)
+        if not any(error is known for known in self._errors[-2:]):  # told twice, or the same object raised at every try
+            self._errors.append(error)
 
-    def function_failed(self, run_id: str, error: Exception) -> None:
-        before = self._functions.get(run_id)
-        self._functions[run_id] = error
-        # Replays raise it again and again, each time another object.
-        if not isinstance(error, SagaError) and (type(before), str(before)) != (type(error), str(error)):
-            self.errors.append(error)
-            self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)
+    def replay_begins(self, replay: Replay) -> None:
+        self._replays.append(replay)
+
+    def _note_functions(self) -> None:
+        """Look at what replays have ended with since the last look."""
+        while self._replays:
+            replay = self._replays.popleft()
+            error, run_id = replay.raised, replay.snapshot.run_id
+            if error is None:
+                continue
+            before = self._functions.get(run_id)
+            self._functions[run_id] = error
+            # A replay that is repeated raises it once more, as another object.
+            if not isinstance(error, FlowError) and (type(before), str(before)) != (type(error), str(error)):
+                start_at_the_code_under_test(error)
+                self._errors.append(error)
+                self._log.error("The workflow function of run %s raised.", run_id, exc_info=error)
 
     # --- the applications --------------------------------------------------------------------------------------------
 
@@ -439,11 +455,17 @@ def _substitute(actor: Actor[Any, Any], substitute: Any) -> Callable[..., Any]:
         )
     signature = inspect.signature(actor.fn)
     _check_calls(actor.actor_name, signature, substitute)
-    run = async_to_sync(substitute) if inspect.iscoroutinefunction(substitute) else substitute
+    if inspect.iscoroutinefunction(substitute):
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            return await substitute(*bound.args, **bound.kwargs)
+
+        return _dressed(actor, async_to_sync(call_async))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        return run(*bound.args, **bound.kwargs)
+        return substitute(*bound.args, **bound.kwargs)
 
     return _dressed(actor, call)
 
@@ -468,10 +490,12 @@ def _another(error: BaseException | type[BaseException]) -> BaseException | type
 
 
 def _dressed(actor: Actor[Any, Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    dressed = wraps(inspect.unwrap(actor.fn))(call)
-    dressed.__signature__ = inspect.signature(actor.fn)  # type: ignore[attr-defined]
-    del dressed.__wrapped__
-    return dressed
+    """``call`` with the name and the signature of the actor's function."""
+    plain = plain_function(actor)
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(call, name, getattr(plain, name, None))
+    call.__signature__ = inspect.signature(actor.fn)  # type: ignore[attr-defined]
+    return call
 
 
 def _check_calls(name: str, signature: inspect.Signature, substitute: Callable[..., Any]) -> None:

@@ -23,7 +23,9 @@ _STEP_EXPIRES = (
 )
 _WAIT_ENDS = "SELECT MIN(due_at) FROM {waits} WHERE status = 'waiting' AND due_at > ?"
 _MOMENTS = (_RUN_EXPIRES, _STEP_EXPIRES, _WAIT_ENDS)
-_WAITS = "SELECT run_id, sequence, kind, name FROM {waits} WHERE status = 'waiting' ORDER BY run_id, sequence"
+_WAITS = "SELECT run_id, sequence, kind, name, due_at FROM {waits} WHERE status = 'waiting' ORDER BY run_id, sequence"
+
+_NAMES = {"signal": "signal", "timer": "a timer", "retry": "the retry signal"}
 
 
 def next_due(engine: Engine, now: int) -> int | None:
@@ -34,15 +36,34 @@ def next_due(engine: Engine, now: int) -> int | None:
 
 
 def open_waits(engine: Engine) -> list[str]:
-    """What runs wait for that time alone does not bring."""
-    rows = engine.store.read(lambda tx: tx.all(_WAITS))
-    return [f"run {run_id} waits at {sequence} for {kind} {name or ''}".rstrip() for run_id, sequence, kind, name in rows]
+    """What runs wait for."""
+    now = engine.now()
+    return [
+        f"run {run_id} waits at {sequence} for {_NAMES[kind]}{'' if name is None else f' {name!r}'}{_until(kind, due_at, now)}"
+        for run_id, sequence, kind, name, due_at in engine.store.read(lambda tx: tx.all(_WAITS))
+    ]
+
+
+def _until(kind: str, due_at: int | None, now: int) -> str:
+    if due_at is None:
+        return ""
+    return f" due {_when(due_at, now)}" if kind == "timer" else f", given up {_when(due_at, now)}"
+
+
+def _when(due: int, now: int) -> str:
+    return "now" if due <= now else f"in {timedelta(milliseconds=due - now)}"
+
+
+def tells_of_itself(letter: Letter) -> bool:
+    """Whether it is a message that only says to look at the rows, which are told of by themselves."""
+    message = letter.message
+    return not (is_ours(message) and message.options[OPTION]["kind"] == "timer")
 
 
 def due_in(letter: Letter, now: int) -> str:
     """A message in words."""
     message = letter.message
-    when = "now" if letter.due <= now else f"in {timedelta(milliseconds=letter.due - now)}"
+    when = _when(letter.due, now)
     if not is_ours(message):
         return f"a message to {message.actor_name} {when}"
     facts = message.options[OPTION]

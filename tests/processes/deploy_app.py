@@ -70,5 +70,30 @@ def swapped(flow: Flow) -> list[Any]:
     return [flow.run(charge), flow.action(reserve).compensate_with(refund).run(), flow.run(late)]
 
 
-function = {"first": first, "edited": edited, "swapped": swapped, "renamed": first}[RELEASE]
+def gated(flow: Flow) -> list[Any]:
+    """A step before everything else, for runs that have not begun."""
+    new_way = flow.patched("mail-first")
+    done = [flow.run(mail)] if new_way else []
+    return [*done, flow.action(reserve).compensate_with(refund).run(), flow.run(charge), flow.run(late), new_way]
+
+
+def asks(flow: Flow) -> list[Any]:
+    return [flow.run(reserve), flow.await_signal("approved", wait_seconds=14 * 86_400), flow.run(charge)]
+
+
+def asks_otherwise(flow: Flow) -> list[Any]:
+    """Edited: a comment, a helper, a longer wait, a step more at the end."""
+    reserved = flow.run(reserve)
+    answer = flow.await_signal("approved", wait_seconds=20 * 86_400)
+    return [reserved, answer, flow.run(charge), flow.run(mail)]
+
+
+def mails_before(flow: Flow) -> list[Any]:
+    """An edited sequence: a mail is sent before the answer is waited for."""
+    return [flow.run(reserve), flow.run(mail), flow.await_signal("approved"), flow.run(charge)]
+
+
+approval = workflow(name="approval", version=RELEASE)({"first": asks, "swapped": mails_before}.get(RELEASE, asks_otherwise))
+
+function = {"first": first, "edited": edited, "swapped": swapped, "gated": gated, "renamed": first}[RELEASE]
 order = workflow(name="orders" if RELEASE == "renamed" else "order", version=RELEASE)(function)

@@ -49,8 +49,7 @@ def test_a_run_goes_on_under_code_that_asks_for_the_same(shop: Field, effects: E
     assert effects.names() == ["reserve", "charge", "late", "mail"]
 
 
-@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
-@pytest.mark.parametrize("by", ["kick", "sweep"])
+@pytest.mark.parametrize(("database_url", "by"), [("sqlite", "kick"), ("postgresql", "sweep")], indirect=["database_url"])
 def test_a_run_that_does_not_fit_is_told_before_is_held_after_and_goes_on_with_code_that_does(
     shop: Field, effects: EffectLog, by: str
 ) -> None:
@@ -81,6 +80,60 @@ def test_a_run_that_does_not_fit_is_told_before_is_held_after_and_goes_on_with_c
     shop.wait_ended(run)
     assert effects.names() == ["reserve", "charge", "late"]
     assert shop.run(run).hold_error is None
+
+
+@pytest.mark.parametrize(("database_url", "release"), [("mariadb", "edited"), ("sqlite", "swapped")], indirect=["database_url"])
+def test_runs_parked_on_signals_are_resumed_by_the_workers_of_another_release(
+    shop: Field, effects: EffectLog, release: str
+) -> None:
+    """C67: an answer that comes after the deploy is read: at once where the sequence is the same, else once it is again."""
+    shop.settings(monitor__expiration__backoff__base_seconds=1, monitor__expiration__backoff__max_seconds=1)
+    runs = shop.send_many(3, "approval")
+    worker = shop.worker(threads=1)
+    eventually(lambda: {shop.run(run).status for run in runs} == {"waiting"}, because="all of them are parked")
+    worker.terminate()
+    deployed(shop, release)
+    fits = release == "edited"
+    assert (shop.command("verify").returncode == 0) is fits
+    worker = shop.worker(threads=1)
+    for run in runs:
+        shop.signal(run, "approved", "by the board")
+    if not fits:
+        eventually(lambda: all(shop.run(run).hold_error for run in runs), because="all of them are held")
+        assert {shop.run(run).status for run in runs} == {"waiting"}
+        worker.terminate()
+        deployed(shop, "first")
+        shop.worker(threads=1)
+        eventually(lambda: shop.done("sweep") and not any(shop.run(run).hold_error for run in runs), interval=0.2)
+    for run in runs:
+        shop.wait_ended(run)
+        ends = ["by the board", f"charge of {'edited' if fits else 'first'}", *(["mail of edited"] if fits else [])]
+        assert json.loads(shop.run(run).result or "") == ["reserve of first", *ends]
+    assert effects.count("charge") == 3
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_while_workers_of_two_releases_run_every_run_goes_one_way(shop: Field, effects: EffectLog) -> None:
+    """HISTORY-2: a gated change, deployed to one worker after the other; what an old one comes upon it holds, and nothing is lost."""
+    shop.settings(monitor__expiration__backoff__base_seconds=1, monitor__expiration__backoff__max_seconds=1)
+    runs = [parked(shop), *shop.send_many(10, "order")]
+    old = shop.worker(threads=2)
+    deployed(shop, "gated")
+    new = shop.worker(threads=2)
+    runs += shop.send_many(10, "order")
+    old.terminate()
+    runs.append(shop.send("order"))  # which no old one can have met
+    eventually(lambda: shop.done("sweep") and all(shop.run(run).ended_at for run in runs), interval=0.2)
+    assert new.running
+    ways = [json.loads(shop.run(run).result or "") for run in runs]
+    assert {shop.run(run).status for run in runs} == {"completed"}
+    assert ways[0][-1] is not True  # it was parked behind the change when that was deployed
+    for way in ways:
+        assert way[0].startswith("mail") is (way[-1] is True)
+    for step in ("reserve", "charge", "late"):
+        assert effects.count(step) == len(runs)
+    assert effects.count("mail") == sum(way[-1] is True for way in ways) > 0
+    assert shop.done("verify")["looked_at"] == 0
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import dramatiq
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.stub import StubBroker
+from dramatiq.message import Message
 
 from dramatiq_saga import SagaMiddleware, Settings, workflow
 from dramatiq_saga.clock import Clock, uuid7
@@ -40,6 +41,8 @@ WRITES = {
     "claim": "ClaimAttempt._write",
     "outcome and decision": "_settle_with_decision.<locals>.operation",
     "outcome": "_settle_alone.<locals>.operation",
+    "member outcome": "settle_member.<locals>.attempt.<locals>.record_member",
+    "callback": "called_back.<locals>.operation",
     "failed try": "fail_try.<locals>.operation",
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
@@ -246,6 +249,11 @@ class Bench:
         """``outgoing`` as Dramatiq's message, for one delivery or several of the very same message."""
         return ByHand(build_message(self.broker, outgoing))
 
+    def callback(self, member: Outgoing) -> MessageProxy:
+        """What Dramatiq sends once it has counted every member of the group that ``member`` goes out with."""
+        (callback,) = build_message(self.broker, member).options["group_completion_callbacks"]
+        return ByHand(Message(**callback))
+
     def deliver(self, what: Outgoing | MessageProxy) -> Any:
         """Deliver one message, as a worker's thread would: a drive's ending, or the :class:`Delivery` of a step or an undo."""
         if isinstance(what, Outgoing):
@@ -254,6 +262,8 @@ class Bench:
         if delivery.kind == "timer":
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
+            if delivery.group is not None and not self.runner._called_back(delivery):
+                return None
             return drives.drive(self.engine, delivery.run_id, self.sender)
         actor = self.broker.actors[delivery.actor]
         try:

@@ -95,6 +95,12 @@ class Field:
         )
         return sent.stdout.split()
 
+    def signal(self, run_id: str, name: str, payload: Any = None) -> None:
+        """Signal a run, from a process that is no worker."""
+        code = f"from dramatiq_saga import get_flow\nimport {self.app}\nget_flow({run_id!r}).signal({name!r}, {payload!r})"
+        env = {**os.environ, **self.env}
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+
     def run(self, run_id: str) -> RunReport:
         return self.operator.show_run(run_id, events=True)
 

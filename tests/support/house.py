@@ -41,7 +41,7 @@ MODULES = {
     "locks": "locks",
     "flow": "flow builders groups advice options coroutines",
     "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
-    "operations": "operations reports",
+    "operations": "operations reports report_entries",
 }
 
 #: package from elsewhere -> where it may be imported (rooms, or files). What is not listed may be imported anywhere.
@@ -302,6 +302,8 @@ def arguments_after_the_second_are_named(package: Package) -> Iterator[str]:
             if public.startswith("_") or (public not in offered and module.inside not in CALLED_BY_USERS):
                 continue
             name = function.name
+            if any(ast.unparse(one) == "overload" for one in function.decorator_list):
+                continue  # a view of the function below it, which is looked at
             if (name.startswith("_") and name != "__init__") or FIXED_SIGNATURES.fullmatch(name) or public.endswith("Error"):
                 continue
             arguments = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]

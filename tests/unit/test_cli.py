@@ -59,6 +59,13 @@ def checkout(flow: Flow, order: str, express: bool = False):
 
 @workflow
 def restock(flow: Flow): flow.run(mail, "all")
+
+@workflow
+def varied(flow: Flow):
+    flow.side_effect("rate", lambda: {"EUR": 1.5})
+    flow.patched("new-price")
+    flow.parallel(flow.action(mail, "a"), flow.action(mail, "b")).run()
+    flow.sleep(3600)
 """
 
 
@@ -544,6 +551,36 @@ def test_show_tells_a_halted_rollback_and_what_was_not_undone(shop: Shop) -> Non
     assert "rollback   halted: what follows the failed undo was not undone" in shown
     assert "undo by refund: failed for good after 1 try" in shown
     assert "(undoing halted)" in shop("list").out
+
+
+def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the function asked for, in its order; payloads as previews (SAFE-2)."""
+    run = get_flow(shop("send", "varied").out.strip(), broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop.sql(
+        "INSERT INTO saga_signals (run_id, name, status, received_at, payload) VALUES (?, 'paid', 'received', 0, CAST('[7]' AS BLOB))",
+        run.id,
+    )
+    shown = shop("show", run.id)
+    begin = shown.lines.index("")
+    titles = [line[4:].split("  ")[1].strip() for line in shown.lines[begin + 1 :] if line[:4].strip()]
+    assert titles == ["side effect rate", "version gate new-price", "parallel of 2", "mail", "mail", "timer"]
+    assert '      value {"EUR":1.5}' in shown.lines
+    assert "passed: this run goes the new way" in shown.out
+    assert "signal     paid [7] came at 1970-01-01 00:00:00.000Z; nothing has waited for it yet" in shown.lines
+    timer = shown.lines[-1]
+    assert timer.startswith("   6  timer") and "waits until " in timer and timer.endswith("s)")
+    value = shop("show", run.id, "--json").value
+    assert [(entry["sequence"], entry["kind"], entry["status"]) for entry in value["entries"]] == [
+        (1, "side effect", "recorded"),
+        (2, "version gate", "recorded"),
+        (3, "parallel", "ended"),
+        (6, "timer", "waiting"),
+    ]
+    assert value["signals"] == [{"name": "paid", "payload": "[7]", "received_at": "1970-01-01T00:00:00.000Z"}]
+    settings(shop, monkeypatch, {"history.store_payloads": "off"})
+    hidden = shop.plainly("--database", "shop.db", "show", run.id)
+    assert "EUR" not in hidden.out and "[7]" not in hidden.out and "side effect rate" in hidden.out
 
 
 def test_show_tells_what_holds_a_run(shop: Shop) -> None:

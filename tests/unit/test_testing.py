@@ -5,12 +5,13 @@ The application under test stands on an SQLite file in a folder that does not ex
 
 from __future__ import annotations
 
-import re
+import os
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from unittest.mock import Mock, call
 
 import dramatiq
 import pytest
-from dramatiq import Retry
+from dramatiq import Retry, Worker
 from dramatiq import broker as dramatiq_broker
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.middleware import AsyncIO, CurrentMessage, GroupCallbacks, Middleware
@@ -43,8 +44,9 @@ from dramatiq_saga import (
 )
 from dramatiq_saga.brokers import SQLiteBroker
 from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError, SendInsideWorkflowError
-from dramatiq_saga.testing import SagaTester
+from dramatiq_saga.testing import SagaTester, load_history, record_history, replay_history
 from tests.support.pages import ROOT
+from tests.support.waiting import eventually
 
 pytest_plugins = ["dramatiq_saga.testing"]
 
@@ -257,6 +259,37 @@ def test_cancel_and_compensate_work_from_outside(shop: Shop, saga: SagaTester) -
     saga.drain()
     assert (run.status, run.rollback) == ("cancelled", "done")
     assert saga.calls(shop.refund_card) == [call("charge-for-1")]
+
+
+@pytest.mark.parametrize("order", ["1", "nowhere"])
+def test_rows_and_history_are_those_that_a_worker_leaves(tmp_path: Path, order: str) -> None:
+    """What a test shows is what would happen: here with the same application, once in a test and once on a worker."""
+    shop = Shop(tmp_path / "shop.db")
+
+    def facts(run: FlowHandle[str]) -> list[Any]:
+        steps = [(step.sequence, step.actor, step.status, step.attempts) for step in run.actions()]
+        undone = [(undo.sequence, undo.actor, undo.status, undo.attempts) for undo in run.compensations()]
+        return [
+            run.status,
+            run.rollback,
+            steps,
+            undone,
+            [(event.type, event.sequence, event.attempt) for event in run.events()],
+        ]
+
+    with SagaTester() as saga:
+        run = saga.start(shop.checkout, order)
+        saga.drain()
+        in_the_test = facts(run)
+    worker = Worker(shop.broker, worker_timeout=10, worker_threads=2)
+    worker.start()
+    try:
+        real = shop.checkout.send(order)
+        eventually(lambda: real.status in ("completed", "failed"))
+    finally:
+        worker.stop()
+    assert in_the_test == facts(real)
+    shop.broker.close()
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -584,7 +617,7 @@ def test_everything_is_as_it_was_afterwards(shop: Shop) -> None:
         middleware, actors = shop.middleware, [shop.charge_card, shop.checkout.actor]
         return [
             *(vars(middleware)[name] for name in ("_engine", "_runner", "_broker", "_database")),
-            *(value for actor in actors for value in (actor.fn, actor.broker, vars(actor).get("__saga_wrapped__"))),
+            *({name: value for name, value in vars(actor).items() if name != "logger"} for actor in actors),
             shop.checkout.broker, vars(shop.broker).get("enqueue"), FlowHandle.result, dramatiq_broker.global_broker,
         ]  # fmt: skip
 
@@ -643,7 +676,7 @@ def test_an_application_without_sagas_is_kept_from_its_server() -> None:
         def note(text: str) -> None:
             done.append(text)
 
-        function = note.fn
+        as_declared = dict(vars(note))
         with SagaTester() as saga:
             note.send("1")
             assert broker.queues["default"].empty()
@@ -655,7 +688,7 @@ def test_an_application_without_sagas_is_kept_from_its_server() -> None:
             saga.start(local)
             saga.drain()
             assert done == ["1", "2"]
-        assert (note.fn, note.broker, dramatiq.get_broker()) == (function, broker, broker)
+        assert (vars(note), dramatiq.get_broker()) == (as_declared, broker)
     finally:
         dramatiq_broker.global_broker = before
 
@@ -776,44 +809,53 @@ def test_it(saga, started, number):
 """
 
 
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with what an installation leaves of the package's metadata, beside a folder of tests."""
+    metadata = tmp_path / "site" / "dramatiq_saga-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dramatiq-saga\nVersion: 0\n")
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options"]["py_modules"].split() == ["pytest_dramatiq_saga"]
+    (metadata / "entry_points.txt").write_text(f"[pytest11]{setup['options.entry_points']['pytest11']}\n")
+    (tmp_path / "suite").mkdir()
+    return tmp_path
+
+
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
-def test_the_fixture_is_a_plugin(tmp_path: Path, workers: list[str]) -> None:
-    """Inside other fixtures, and with pytest-xdist; named on the command line here, found by its entry point once installed."""
-    (tmp_path / "test_it.py").write_text(SUITE)
-    done = pytest_in(tmp_path, "-p", "pytest_dramatiq_saga", *workers)
+def test_the_fixture_is_there_once_the_package_is_installed(installed: Path, workers: list[str]) -> None:
+    """Inside other fixtures, and with pytest-xdist."""
+    (installed / "suite" / "test_it.py").write_text(SUITE)
+    done = pytest_in(installed, *workers)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
 
 
-def test_a_suite_that_does_not_use_the_fixture_imports_nothing(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import sys\ndef test_it():\n    assert not {'dramatiq', 'dramatiq_saga', 'peewee'} & set(sys.modules)\n"
+def test_a_suite_that_does_not_use_the_fixture_imports_nothing(installed: Path) -> None:
+    (installed / "suite" / "test_it.py").write_text(
+        "import sys\ndef test_it(request):\n    assert 'pytest_dramatiq_saga' in sys.modules\n"
+        "    assert not {'dramatiq', 'dramatiq_saga', 'peewee', 'structlog'} & set(sys.modules)\n"
     )
-    done = pytest_in(tmp_path, "-p", "pytest_dramatiq_saga")
+    done = pytest_in(installed)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_plugin_is_installed_with_the_package() -> None:
-    text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    assert re.search(r"^pytest11 =\n    pytest_dramatiq_saga = pytest_dramatiq_saga$", text, re.MULTILINE)
-    assert re.search(r"^py_modules =\n    pytest_dramatiq_saga$", text, re.MULTILINE)
-
-
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "error",
-        "-c",
-        "/dev/null",
-        *arguments,
-        ".",
-    ]
+def pytest_in(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *arguments, "."]
+    environment = {"PYTHONPATH": os.pathsep.join([str(installed / "site"), str(ROOT)]), "PATH": os.environ["PATH"]}
     return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=installed / "suite", env=environment, capture_output=True, text=True, timeout=100, check=False
     )
+
+
+# --- histories -------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_is_recorded_of_a_run_that_never_left_the_test(shop: Shop, saga: SagaTester, tmp_path: Path) -> None:
+    """C68: the file is replayed later, against the code as it is then, without the fixture."""
+    run = saga.start(shop.checkout, "1")
+    saga.drain()
+    path = record_history(run).write(tmp_path / "checkout.json")
+    replayed = replay_history(shop.checkout, load_history(path))
+    assert (replayed.ends, replayed.result) == ("completed", "charge-for-1")

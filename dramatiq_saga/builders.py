@@ -24,9 +24,11 @@ from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
 from .coroutines import refuse_without_loop
 from .engine.replay import Replay
+from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError
+from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError, StepFailedError
 from .options import check_options
+from .retry_policy import ExceptionClasses, RetryPolicy, policy_of
 from .statuses import CompensationFailurePolicy
 
 if TYPE_CHECKING:
@@ -137,7 +139,36 @@ def _describing(method: M) -> M:
     return cast("M", call)
 
 
-class ActionBuilder(Generic[R_co, V_co]):
+class RetriedOnSignal:
+    """What a step and a child have in common: a signal may run them again once they have failed for good."""
+
+    __slots__ = ("_retry",)
+
+    _retry: RetryPolicy | None
+
+    @_describing
+    def retry_on_signal(
+        self,
+        signal_or_policy: str | RetryPolicy,
+        *,
+        max_retries: int | None = None,
+        wait_seconds: float | timedelta | None = None,
+        only: ExceptionClasses | None = None,
+        when: Callable[[RetryContext], bool] | None = None,
+    ) -> Self:
+        """Wait for a signal where this has failed for good, and run it again when the signal comes (RSIG-1).
+
+        The arguments are those of a :class:`~dramatiq_saga.RetryPolicy`, which may be given instead of them. What the row was scheduled
+        with counts for signal, budget and wait; ``only`` and ``when`` are those of the code.
+
+        Raises:
+          TypeError, ValueError: an argument that cannot be meant, or one beside a policy.
+        """
+        self._retry = policy_of(signal_or_policy, max_retries=max_retries, wait_seconds=wait_seconds, only=only, when=when)
+        return self
+
+
+class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     """One step, described. Every method returns the builder; :meth:`run` comes last.
 
     ``R`` is what the actor returns, ``V`` what ``run()`` gives: the same, or what stands in for the result of an optional step.
@@ -183,6 +214,7 @@ class ActionBuilder(Generic[R_co, V_co]):
         self._expires_at: int | None = None
         self._optional = False
         self._fallback: bytes | None = None
+        self._retry = None
         self._reclaim = _Reclaim("reclaim_stale_after")
         self._comp_reclaim = _Reclaim("reclaim_compensation_stale_after")
         if not replay.is_replaying:
@@ -379,6 +411,10 @@ class ActionBuilder(Generic[R_co, V_co]):
 
     def _state(self, entry: StepEntry) -> State:
         """Where a recorded step stands: native tries, retry on signal, optional fallback, failure (RSIG-2)."""
+        if entry.extra.retry is not None:
+            found = look(self._replay, entry, self._retry, failure=lambda: _failure(entry))
+            assert isinstance(found, StepEntry)
+            entry = found
         if entry.status == "completed":
             if entry.comp_from_result and not entry.comp_ready:
                 self._resolve(entry)
@@ -386,7 +422,7 @@ class ActionBuilder(Generic[R_co, V_co]):
         if entry.status == "optional_failed":
             return State(entry, value=entry.extra.fallback or _nothing)
         if entry.status == "failed" and entry.given_up:
-            return State(entry, error=step_failed(entry.actor, entry.sequence, text=entry.error or ""))
+            return State(entry, error=_failure(entry))
         if entry.status == "expired":
             if entry.optional:
                 return State(entry, value=entry.extra.fallback or _nothing)
@@ -419,6 +455,7 @@ class ActionBuilder(Generic[R_co, V_co]):
             expires_at=self._deadline(),
             optional=self._optional,
             fallback=self._fallback,
+            retry=None if self._retry is None else self._retry.stored(settings),
             scope=scope,
         )  # fmt: skip
         advise(actor, step, settings)
@@ -520,6 +557,10 @@ class _Reclaim:
             return self.seconds
         enabled = configured.enabled if self.enabled is None else self.enabled
         return round(configured.after_seconds) if enabled else None
+
+
+def _failure(entry: StepEntry) -> StepFailedError:
+    return step_failed(entry.actor, entry.sequence, text=entry.error or "")
 
 
 def compensation(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import dramatiq
 
 from .codec import decode, encode, load_error
-from .engine import runs, undoing
+from .engine import retry_on_signal, runs, undoing
 from .engine import signals as signalling
 from .engine.decision import write_tag
 from .engine.replay import refuse_inside_workflow
@@ -158,6 +158,20 @@ class FlowHandle(Generic[R]):
         except CannotSignalFlowError:
             return False
         return True
+
+    def signal_retry(self) -> int:
+        """Run again whatever of the run is parked for a signal, each by a signal of the name it waits for; how many (RSIG-1).
+
+        For people who know that the cause is gone and not what the signal is called. All of them, or none.
+
+        Raises:
+          FlowNotFoundError: there is no such run.
+          CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: the run takes no signals now; nothing was written.
+          NothingAwaitsRetryError: nothing is parked now; nothing was written.
+          MessageNotSentError: they are signalled, but the broker did not take the message that has the run driven.
+        """
+        refuse_inside_workflow(f"signalling run {self.id} from its handle")
+        return retry_on_signal.answer_all(self._engine, self.id, self._middleware.sender(self._broker))
 
     def cancel(self, reason: str | None = None) -> bool:
         """End the run as ``cancelled`` without undoing anything; false where it already is cancelled or rolling back (COMP-1).

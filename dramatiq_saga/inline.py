@@ -34,9 +34,11 @@ _WOKEN = (
     "SELECT 1 FROM {flow_runs} WHERE id = ? AND wakes > wakes_seen AND ended_at IS NULL AND status <> 'rolling_back' "
     "AND hold_until IS NULL"
 )
-_WAITING = "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND name IS NOT NULL ORDER BY sequence"
+_WAITING = "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND kind = 'signal' ORDER BY sequence"
 _OPEN = (
-    "SELECT sequence, actor, status FROM {action_runs} WHERE run_id = ? AND status IN ('pending', 'running', 'awaiting_retry')"
+    "SELECT a.sequence, a.actor, a.status, w.name FROM {action_runs} a LEFT JOIN {waits} w ON w.run_id = a.run_id "
+    "AND w.sequence = a.sequence AND w.kind = 'retry' AND w.status = 'waiting' "
+    "WHERE a.run_id = ? AND a.status IN ('pending', 'running', 'awaiting_retry')"
 )
 
 
@@ -76,7 +78,7 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
     steps, waits = engine.store.read(lambda tx: (tx.all(_OPEN, (new.run_id,)), tx.all(_WAITING, (new.run_id,))))
-    open_rows = [f"step {sequence} ({actor}, {status})" for sequence, actor, status in steps]
+    open_rows = [_open(*row) for row in steps]
     open_rows += [f"signal {name!r}" for (name,) in waits]
     raise WouldBlockError(new.run_id, ", ".join(open_rows) or "something from outside")
 
@@ -135,6 +137,10 @@ class _Loop:
         elif left > 0:
             time.sleep(min(left / 1000, _LOOK_AGAIN))
         return engine.now() >= moment
+
+
+def _open(sequence: int, actor: str, status: str, signal: str | None) -> str:
+    return f"step {sequence} ({actor}, {status})" if signal is None else f"signal {signal!r} to retry step {sequence} ({actor})"
 
 
 def run_message(runner: Runner, outgoing: Outgoing) -> None:

@@ -280,6 +280,16 @@ class Operator:
         self._handle(run_id, "signal").signal(name, payload, key=key)
         return self.show_run(run_id)
 
+    def signal_retry(self, run_id: str) -> list[StepReport]:
+        """Run again what of a run is parked for a signal; the steps that were parked, as they were.
+
+        Raises what :meth:`FlowHandle.signal_retry` raises.
+        """
+        handle = self._handle(run_id, "signal-retry")
+        parked = [step for step in self.show_run(run_id).steps if step.retry is not None and step.retry.waiting]
+        handle.signal_retry()
+        return parked
+
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
         engine, sender = self._engine("kick")

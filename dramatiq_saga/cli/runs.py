@@ -1,4 +1,4 @@
-"""``send``, ``signal``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+"""``send``, ``signal``, ``signal-retry``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
 
 A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
 decides about a run; it asks ``operations`` and writes down the answer.
@@ -58,6 +58,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     signal.add_argument("--payload", metavar="JSON", default="null", help="what to send along; null by default")
     signal.add_argument("--key", metavar="K", help="the same key counts once per run: a repeat changes nothing")
     signal.set_defaults(run=_signal)
+
+    again = commands.add_parser(
+        "signal-retry", parents=[common], help="run again what is parked",
+        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+    )  # fmt: skip
+    again.add_argument("run_id", metavar="RUN")
+    again.set_defaults(run=_signal_retry)
 
     cancel = commands.add_parser(
         "cancel", parents=[common], help="end a run, undoing its work or leaving it",
@@ -137,6 +144,21 @@ def _signal(operator: Operator, options: argparse.Namespace) -> Answer:
         raise RefusedError(str(error)) from error
     value = {"run_id": report.id, "signal": options.name, "key": options.key, "status": report.status}
     return Answer(value, [f"run {cell(report.id)} has signal {cell(options.name)}; it is {report.status}"])
+
+
+def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
+    parked = operator.signal_retry(options.run_id)
+    value = {
+        "run_id": options.run_id,
+        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+    }
+    lines = [f"run {cell(options.run_id)}: what was parked runs again"]
+    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    return Answer(value, lines)
+
+
+def _signal_of(step: StepReport) -> str:
+    return step.retry.signal if step.retry is not None else ""
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:

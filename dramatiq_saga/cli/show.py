@@ -12,7 +12,7 @@ from typing import Any
 
 from ..operations import Operator
 from ..report_entries import EntryReport
-from ..reports import CompensationReport, RunReport, StepReport
+from ..reports import CompensationReport, RetryReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Longest payload or message in one line, in characters.
@@ -22,6 +22,16 @@ _ROLLBACK = {
     "running": "is being undone",
     "halted": "halted: what follows the failed undo was not undone; `resume-rollback` goes on once its cause is mended",
     "done": "done",
+}
+
+#: Why no signal will run a step again.
+_OVER = {
+    "spent": "the signals that might have run it again are used up",
+    "refused": "its retry policy takes no such failure",
+    "threw": "its retry policy's predicate raised, which counts as no",
+    "done_already": "its work is done, only the result could not be kept",
+    "timed_out": "no signal came in time",
+    "withdrawn": "its wait was closed",
 }
 
 _UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
@@ -149,6 +159,8 @@ def _entry_details(entry: EntryReport) -> Iterator[str]:
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
     """Where a step or an undo is, in one line."""
     row, of = report.row, report.tries_in_all
+    if isinstance(report, StepReport) and report.retry is not None and report.retry.waiting:
+        return f"{row.status.replace('_', ' ')}: {_parked(report.retry, now)}"
     upcoming = report.next_try
     status = row.status.replace("_", " ")
     if upcoming is not None and row.status == "failed":
@@ -176,6 +188,12 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _parked(retry: RetryReport, now: int) -> str:
+    used = f"{retry.spent} of {retry.cap}" if retry.cap is not None else str(retry.spent)
+    until = "" if retry.due_at is None else f" until {moment(retry.due_at)} ({relative(retry.due_at, now)})"
+    return f"waits for signal {cell(retry.signal)}{until}; {used} used so far"
 
 
 def _beside(compensation: CompensationReport) -> str:
@@ -211,6 +229,10 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     row = step.row
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
+    if step.retry is not None and step.retry.over is not None:
+        yield f"not run again by signal {cell(step.retry.signal)}: {_OVER.get(step.retry.over, step.retry.over)}"
+    elif step.retry is not None and step.retry.spent and row.status != "awaiting_retry":
+        yield f"run again by signal {cell(step.retry.signal)} {times(step.retry.spent, 'time', 'times')}"
     if row.status == "running" and row.worker_id:
         yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
     result = report.payload(row.stored_result)

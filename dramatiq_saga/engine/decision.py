@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import blocks, rollback
 from .replay import MovedOn
+from .retry_on_signal import Stored
 from .rows import ChildEntry, Decision, Entry, More, NewStep, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
@@ -75,12 +77,12 @@ _OPEN_RETRY_WAIT = (
 )
 _RETRY_STEP = (
     "UPDATE {action_runs} SET status = 'pending', given_up = FALSE, cycle = cycle + 1, tries = 0, claims = 0, ended_at = NULL, "
-    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = NULL WHERE run_id = ? "
+    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = ? WHERE run_id = ? "
     "AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
 )
 _FAIL_STEP = (
-    "UPDATE {action_runs} SET status = ?, given_up = TRUE, ended_at = COALESCE(ended_at, ?) WHERE run_id = ? AND sequence = ? "
-    "AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
+    "UPDATE {action_runs} SET status = ?, given_up = TRUE, retry_policy = ?, ended_at = COALESCE(ended_at, ?) "
+    "WHERE run_id = ? AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
 )
 _CANCEL_MEMBERS = (
     "UPDATE {action_runs} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND ended_at IS NULL "
@@ -150,9 +152,14 @@ def write(
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and any(entry.is_live for entry in entries or snapshot.entries):
+    if decision.kind != "suspended" and (_revives(decision) or any(entry.is_live for entry in entries or snapshot.entries)):
         settle_live(tx, snapshot.run_id, now=now)
     return True
+
+
+def _revives(decision: Decision) -> bool:
+    """Whether it has parked something or had it run again, which the history before it held for settled."""
+    return decision.more is not None and bool(decision.more.parks or decision.more.retries)
 
 
 def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: int, sent_at: int | None) -> None:
@@ -169,12 +176,12 @@ def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: 
     for park in more.parks:
         _write_park(tx, run_id, park, now)
     for retry in more.retries:
-        _write_retry(tx, snapshot, retry, now=now, sent_at=sent_at)
+        _write_retry(tx, engine, snapshot, retry, now=now, sent_at=sent_at)
     for failure in more.failures:
         entry = failure.entry
         if isinstance(entry, ChildEntry):
             raise NotImplementedError
-        if not tx.run(_FAIL_STEP, (failure.status, now, run_id, entry.sequence, entry.cycle)):
+        if not tx.run(_FAIL_STEP, (failure.status, failure.policy, now, run_id, entry.sequence, entry.cycle)):
             raise MovedOn
     for number, failed_by in more.cancelled:
         _cancel_members(tx, run_id, number, failed_by=failed_by, now=now)
@@ -234,13 +241,13 @@ def _write_park(tx: Tx, run_id: str, park: Park, now: int) -> None:
         tx.run(_OPEN_RETRY_WAIT, (run_id, entry.sequence, park.signal, entry.cycle, park.due_at, now))
 
 
-def _write_retry(tx: Tx, snapshot: Snapshot, retry: Retry, *, now: int, sent_at: int | None) -> None:
+def _write_retry(tx: Tx, engine: Engine, snapshot: Snapshot, retry: Retry, *, now: int, sent_at: int | None) -> None:
     run_id, entry = snapshot.run_id, retry.entry
     if retry.signal is not None and not tx.run(_CONSUME, (now, retry.signal.id, run_id)):
         raise MovedOn
     if isinstance(entry, ChildEntry):
         raise NotImplementedError
-    if not tx.run(_RETRY_STEP, (sent_at, run_id, entry.sequence, entry.cycle)):
+    if not tx.run(_RETRY_STEP, (sent_at, blocks.repair_after(engine, now), run_id, entry.sequence, entry.cycle)):
         raise MovedOn
 
 
@@ -305,9 +312,18 @@ def messages(engine: Engine, snapshot: Snapshot, decision: Decision, now: int) -
     ]  # fmt: skip
     if decision.more is not None and decision.more.released:
         found += blocks.read_messages(engine, run_id, decision.more.released)
+    if decision.more is not None and decision.more.retries:
+        found += _again(engine, run_id, decision.more.retries)
     if decision.again:
         found.append(Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority))
     return found
+
+
+def _again(engine: Engine, run_id: str, retries: list[Retry]) -> list[Outgoing]:
+    """The messages of steps that run again: their tries are new, and no message of an earlier cycle can claim them (RSIG-1)."""
+    steps = [retry.entry for retry in retries if isinstance(retry.entry, StepEntry)]
+    found = blocks.read_messages(engine, run_id, steps)
+    return [replace(message, cycle=message.cycle + 1, tries=0) for message in found]
 
 
 def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -> list[history.Line]:
@@ -344,8 +360,12 @@ def _more_events(more: More) -> list[history.Line]:
         word = history.ACTION_AWAITING_RETRY if isinstance(park.entry, StepEntry) else history.CHILD_AWAITING_RETRY
         lines.append(history.Line(word, sequence=park.entry.sequence, name=_name(park.entry), detail=park.signal))
     for retry in more.retries:
-        word = history.ACTION_RETRIED if isinstance(retry.entry, StepEntry) else history.CHILD_RETRIED
-        lines.append(history.Line(word, sequence=retry.entry.sequence, name=_name(retry.entry)))
+        entry, signal = retry.entry, retry.signal
+        if signal is not None:
+            lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=entry.sequence, name=signal.name, about=signal.id))
+        word = history.ACTION_RETRIED if isinstance(entry, StepEntry) else history.CHILD_RETRIED
+        name = Stored.read(entry.extra.retry).signal if entry.extra.retry is not None else None
+        lines.append(history.Line(word, sequence=entry.sequence, name=_name(entry), detail=name))
     lines += [
         history.Line(history.ACTION_OPTIONAL_FAILED, sequence=failure.entry.sequence, name=_name(failure.entry))
         for failure in more.failures

@@ -17,7 +17,7 @@ from ..store.trouble import is_trouble
 from . import alarms, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
-from .rows import ChildEntry, Decision, Snapshot, StepEntry, step_message
+from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
 from .snapshot import load
 
 if TYPE_CHECKING:
@@ -144,10 +144,21 @@ def _calm(sender: Sender, delivery: object | None) -> None:
 
 def remember(engine: Engine, snapshot: Snapshot, decision: Decision, context: Replay) -> None:
     """Keep the run as it stands now that ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    if decision.more is not None:
+        for failure in decision.more.failures:
+            _journal(engine, snapshot.run_id, failure)
     if decision.more is not None and decision.more.cancelled:
         engine.cache.drop(snapshot.run_id)  # which members were cancelled, only the rows can tell
     else:
         engine.cache.put(advanced(snapshot, decision, context))
+
+
+def _journal(engine: Engine, run_id: str, failure: Failure) -> None:
+    """A retry policy whose predicate raised has said no, and that is now recorded (RSIG-3)."""
+    entry = failure.entry
+    if failure.threw is not None:
+        row, name = ("action", entry.actor) if isinstance(entry, StepEntry) else ("child", entry.workflow)
+        engine.anomalies.retry_policy_threw(row=row, run_id=run_id, sequence=entry.sequence, actor=name, error=failure.threw)
 
 
 def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:

@@ -75,7 +75,7 @@ _WAKE = (
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
-_READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_READ_ROW = "SELECT status, attempts, given_up, result, error, cycle FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 
 _LINES = {
@@ -192,7 +192,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         return False
     error = outcome.error if outcome.error is not None else entry.error
     if outcome.kind == "given_up" and outcome.error is None:
-        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
+        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 6)[4]
     value = None if outcome.result is None else freeze(outcome.result)
     completed = outcome.kind == "completed"
     entry = entry.settled(
@@ -318,9 +318,13 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if row is None:
         return False
     status, attempts, given_up = row[:3]
+    if attempts != outcome.attempts:
+        return False
     if outcome.kind == "completed":
-        return bool(status == "completed" and attempts == outcome.attempts)
-    return bool(status in ("failed", "optional_failed") and attempts == outcome.attempts and given_up)
+        return bool(status == "completed")
+    # Given up; or the decision beside it has parked the row since, or has had it run again (RSIG-1).
+    for_good = bool(given_up) and status in ("failed", "optional_failed")
+    return for_good or status == "awaiting_retry" or bool(row[5] > outcome.job.cycle)
 
 
 def _set_lines(tx: Tx, outcome: Outcome, lines: list[history.Line]) -> None:

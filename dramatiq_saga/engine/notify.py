@@ -69,6 +69,8 @@ def _event(
         action = _action(engine, run_id, line.sequence or 0)
         if cls is events.ActionRedispatched:
             base["reason"] = line.detail
+        elif cls in (events.ActionAwaitingRetry, events.ActionRetried):
+            base["signal"] = line.detail
         return None if action is None else cls(**base, action=action)
     if issubclass(cls, events.CompensationEvent):
         compensation = _compensation(engine, run_id, line.sequence or 0)

@@ -396,6 +396,8 @@ class Failure:
 
     entry: StepEntry | ChildEntry
     status: str
+    policy: str  # as it is stored from now on: it says why
+    threw: Exception | None = None  # what its predicate raised, for the journal
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def test_every_example_is_tested() -> None:
     assert NAMES == [
         "checkout",
         "compensations",
+        "declined_card",
         "demo",
         "fan_out",
         "host_transaction",
@@ -82,6 +83,27 @@ def test_retries_are_spent_as_each_actor_says(copy: Path) -> None:
         "step 2 charge_card: failed, attempts: 1",
         "step 3 wait_for_invoice: completed, attempts: 2",
         "step 4 post_invoice: failed, attempts: 2",
+    ]
+
+
+def test_a_declined_card_waits_for_its_top_up_and_a_stolen_one_does_not(copy: Path) -> None:
+    """RSIG-1, RSIG-2, RSIG-3, FENCE-4."""
+    assert run(copy, "declined_card").splitlines() == [
+        "order-1: the teapot is set aside",
+        "order-1: charge 25 to ada's card, key :2:0",
+        "order-1: charge 25 to ada's card, key :2:1",
+        "order-1: shipped",
+        "order-1: receipt for order-1",
+        "order-2: the teapot is set aside",
+        "order-2: charge 25 to bob's card, key :2:0",
+        "order-2: charge 25 to bob's card, key :2:1",
+        "order-2: charge 25 to bob's card, key :2:2",
+        "order-2: the teapot goes back to the shelf",
+        "order-2: failed",
+        "order-3: the teapot is set aside",
+        "order-3: charge 25 to eve's card, key :2:0",
+        "order-3: the teapot goes back to the shelf",
+        "order-3: failed",
     ]
 
 

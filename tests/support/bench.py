@@ -53,6 +53,7 @@ WRITES = {
     "resume": "_resume_once.<locals>.operation",
     "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
+    "signal retry": "answer_all.<locals>.operation",
     "start": "start.<locals>.operation",
     "signal": "send.<locals>.operation",
     "timers": "_end.<locals>.operation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -59,6 +60,10 @@ def checkout(flow: Flow, order: str, express: bool = False):
 
 @workflow
 def restock(flow: Flow): flow.run(mail, "all")
+
+@workflow
+def newsletter(flow: Flow):
+    flow.action(mail, "all").retry_on_signal("paper", max_retries=1, wait_seconds=3600).run()
 
 @workflow
 def varied(flow: Flow):
@@ -439,7 +444,7 @@ def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: S
 
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
-    assert "it declares checkout, restock" in shop("send", "xyz").err
+    assert "it declares checkout, newsletter, restock, varied" in shop("send", "xyz").err
     assert shop("send", "charge").status == 1  # an actor is no workflow
     name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
                       "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip
@@ -939,6 +944,53 @@ def test_json_is_ascii_that_no_terminal_acts_on() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}
+
+
+# --- what is parked --------------------------------------------------------------------------------------------------
+
+
+def parked(shop: Shop) -> FlowHandle[Any]:
+    """A run whose step has failed and waits for a signal."""
+    run_id = shop("send", "newsletter").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.status == "waiting")
+    return run
+
+
+def test_show_says_which_signal_a_parked_step_waits_for_and_what_it_has_spent(shop: Shop) -> None:
+    """RSIG-1, RSIG-3: the signal, the deadline, the budget; and later why no signal runs it again."""
+    run = parked(shop)
+    shown = shop("show", run.id).out
+    assert re.search(r"mail +awaiting retry: waits for signal paper until \S+ \S+Z \(in .+\); 0 of 1 used so far", shown)
+    assert r"ValueError: no \x1b[31mtruck\u202e" in shown
+    [step] = shop("show", run.id, "--json").value["steps"]
+    known = {"signal": "paper", "spent": 0, "cap": 1, "waiting": True, "over": None}
+    assert known.items() <= step["retry_on_signal"].items()
+    assert step["retry_on_signal"]["due_at"] is not None
+
+    assert shop("signal", run.id, "paper").status == 0
+    shop.work_until(lambda: run.status == "failed")
+    shown = shop("show", run.id, "--events").out
+    assert "failed for good after 1 try" in shown
+    assert "not run again by signal paper: the signals that might have run it again are used up" in shown
+    assert re.search(r"action.awaiting_retry +1 +mail +1? +paper", shown)
+    assert shop("show", run.id, "--json").value["steps"][0]["retry_on_signal"]["over"] == "spent"
+
+
+def test_signal_retry_runs_again_what_is_parked_and_says_what(shop: Shop) -> None:
+    """RSIG-1: without the signal's name; refused, with the reason, where nothing is parked."""
+    run = parked(shop)
+    done = shop("signal-retry", run.id)
+    assert done.lines == [f"run {run.id}: what was parked runs again", "  step 1 (mail), by signal paper"]
+    again = shop("signal-retry", run.id)
+    assert again.status == 1
+    assert "no step or child of it waits for a signal to be retried" in again.err
+    shop.plan(mail=lambda *_: "sent")
+    shop.work_until(lambda: run.status == "completed")
+    assert "run again by signal paper 1 time" in shop("show", run.id).out
+    assert shop("signal-retry", run.id).status == 1
+    assert shop("signal-retry", "no-such-run").status == 1
 
 
 # --- prune -----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _RUN_COLUMNS = (
     "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
-    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after", "repair_attempts", "created_at", "started_at",
-    "ended_at",
+    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after",
+    "repair_attempts", "created_at", "started_at", "ended_at",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")

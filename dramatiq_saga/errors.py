@@ -574,6 +574,10 @@ class UnknownActorError(SagaError):
     """No worker knows the step's actor (NATIVE-3)."""
 
 
+class ParentEndedError(SagaError):
+    """A child run was closed by its parent's end, under the close policy ``fail`` (CHILD-3)."""
+
+
 class CompensationFailedError(SagaError):
     """A compensation failed for good (COMP-4)."""
 

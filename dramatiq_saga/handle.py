@@ -31,7 +31,7 @@ from .flow import tag_text
 from .options import short_text
 from .statuses import FlowStatus, RollbackStatus
 from .store.models import NAME_LENGTH
-from .views import ActionView, CompensationView, EventView, SignalView
+from .views import ActionView, ChildView, CompensationView, EventView, SignalView
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -53,6 +53,7 @@ _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE r
 _COMPENSATIONS = (
     f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
+_CHILDREN = f"SELECT {', '.join(ChildView.COLUMNS)} FROM {{children}} WHERE run_id = ? ORDER BY sequence"
 _SIGNALS = f"SELECT {', '.join(SignalView.COLUMNS)} FROM {{signals}} WHERE run_id = ? ORDER BY id"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 
@@ -179,7 +180,7 @@ class FlowHandle(Generic[R]):
         Raises:
           ConcurrentTransitionError: the run has ended otherwise; the error says how.
         """
-        return runs.cancel(self._engine, self.id, reason)
+        return runs.cancel(self._engine, self.id, self._middleware.sender(self._broker), reason)
 
     def compensate(self, reason: str | None = None) -> bool:
         """Undo what the run has done, then end it as ``cancelled``; false where it already is cancelled or rolling back (COMP-1).
@@ -235,6 +236,10 @@ class FlowHandle(Generic[R]):
     def compensations(self) -> list[CompensationView]:
         """The run's compensations, in the order in which they run."""
         return [CompensationView(*row) for row in self._engine.store.read(lambda tx: tx.all(_COMPENSATIONS, (self.id,)))]
+
+    def children(self) -> list[ChildView]:
+        """The run's child runs as it knows them, oldest first (CHILD-1); ``get_flow(child.child_id)`` is a handle on one."""
+        return [ChildView(*row) for row in self._engine.store.read(lambda tx: tx.all(_CHILDREN, (self.id,)))]
 
     def signals(self) -> list[SignalView]:
         """The signals that the run was sent, in the order in which they arrived."""

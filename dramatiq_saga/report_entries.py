@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 _SIDE_EFFECTS = "SELECT sequence, kind, name, value, created_at FROM {side_effects} WHERE run_id = ?"
 _WAITS = "SELECT sequence, kind, name, status, due_at, payload, created_at, ended_at FROM {waits} WHERE run_id = ? AND kind <> 'retry'"
-_BLOCKS = "SELECT sequence, kind, size, policy, block, position, failed_by, created_at, ended_at FROM {blocks} WHERE run_id = ?"
+_BLOCKS = (
+    "SELECT sequence, kind, size, policy, block, position, failed_by, created_at, ended_at, max_in_flight, closed_early_at "
+    "FROM {blocks} WHERE run_id = ?"
+)
 _CHILDREN = (
     "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at "
     "FROM {children} WHERE run_id = ?"
@@ -33,7 +36,8 @@ class EntryReport:
     """One request of the workflow function that is no step.
 
     ``kind`` is ``side effect``, ``version gate``, ``sent signal``, ``signal`` (a wait for one), ``timer``, ``parallel``, ``saga`` or
-    ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it.
+    ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it,
+    ``closed_early_at`` when its barrier was reached while a member was live.
     """
 
     sequence: int
@@ -51,11 +55,13 @@ class EntryReport:
     block: int | None = None
     position: int | None = None
     error: dict[str, Any] | None = None
+    max_in_flight: int | None = None
+    closed_early_at: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
         known = {name: getattr(self, name) for name in self.__slots__}
-        return known | {name: to_iso(known[name]) for name in ("created_at", "ended_at", "due_at")}
+        return known | {name: to_iso(known[name]) for name in ("created_at", "ended_at", "due_at", "closed_early_at")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,12 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
     found += [
         EntryReport(
             sequence, kind, None, "running" if ended_at is None else "ended" if failed_by is None else "failed", created_at, ended_at,
-            policy=policy, size=size, failed_by=failed_by, block=block, position=position,
+            policy=policy, size=size, failed_by=failed_by, block=block, position=position, max_in_flight=limit,
+            closed_early_at=early,
         )
-        for sequence, kind, size, policy, block, position, failed_by, created_at, ended_at in tx.all(_BLOCKS, (run_id,))
+        for sequence, kind, size, policy, block, position, failed_by, created_at, ended_at, limit, early in tx.all(
+            _BLOCKS, (run_id,)
+        )
     ]  # fmt: skip
     found += [
         EntryReport(

@@ -178,6 +178,7 @@ class RunReport:
             **_common(row, step),
             "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
+            "block": row.block, "position": row.position, "held_back": row.held_back,
             "retry_on_signal": None if step.retry is None else step.retry.as_dict(),
             "compensation": None if compensation is None else {
                 **_common(compensation.row, compensation),

@@ -22,7 +22,7 @@ from .context import UNSET, captured
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
-from .errors import SagaError
+from .errors import NotSerializableError, SagaError
 from .flow import Flow, tag_text
 from .handle import FlowHandle
 from .inline import run_inline
@@ -58,7 +58,7 @@ class Workflow(Generic[P, R]):
         fn: Callable[Concatenate[Flow, P], R],
         *,
         name: str,
-        queue_name: str,
+        queue_name: str | None,
         version: str | None,
         expires_in: float | timedelta | None,
         tags: Mapping[str, str | int | None] | None,
@@ -69,7 +69,8 @@ class Workflow(Generic[P, R]):
     ) -> None:
         self.fn = fn
         self.name = name
-        self.queue_name = queue_name
+        self._own_queue = queue_name
+        self.queue_name = queue_name = "default" if queue_name is None else queue_name
         self.version = version
         self.expires_in = expires_in
         self.tags = dict(tags or {})
@@ -160,10 +161,7 @@ class Workflow(Generic[P, R]):
         options: dict[str, Any],
     ) -> runs.NewRun:
         refuse_inside_workflow(f"starting a run of {self.name}")
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
+        self._check_call(args, kwargs)
         for name, why in _REFUSED.items():
             if name in options:
                 raise TypeError(f"a run does not take {name!r}: {why}")
@@ -206,6 +204,30 @@ class Workflow(Generic[P, R]):
             expires_at=moment_to_ms(expires_at) if expires_at else now + to_ms(deadline) if deadline is not None else None,
             delay=delay,
         )
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
+
+    def _child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """The arguments of a child run, checked and encoded; for ``flow.child()``."""
+        self._check_call(args, kwargs)
+        try:
+            return encode_call(args, kwargs)
+        except NotSerializableError as error:
+            raise NotSerializableError(f"{self.name}: {error.path}", error.detail) from None
+
+    def _child_start(self) -> dict[str, Any]:
+        """How a child run of this workflow is started, where its parent does not say otherwise (CHILD-1); for ``flow.child()``."""
+        return {
+            "queue": self._own_queue,
+            "priority": self._priority or None,
+            "version": self.version,
+            "expires_in_ms": None if self.expires_in is None else to_ms(self.expires_in),
+            "tags": dict(self.tags) or None,
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SagaError(f"{self.name} is a workflow: start it with {self.name}.send(...), or run it here with .run_sync(...)")
@@ -274,7 +296,7 @@ def workflow(fn: Callable[Concatenate[Flow, P], R], /) -> Workflow[P, R]: ...
 def workflow(
     *,
     name: str | None = None,
-    queue_name: str = "default",
+    queue_name: str | None = None,
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
@@ -290,7 +312,7 @@ def workflow(
     /,
     *,
     name: str | None = None,
-    queue_name: str = "default",
+    queue_name: str | None = None,
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
@@ -304,7 +326,7 @@ def workflow(
 
     Parameters:
       name: the function's name by default; stored with every run, so it has to stay.
-      queue_name: where its drives are queued.
+      queue_name: where its drives are queued: ``default``, or for a child run the queue of its parent, where none is named.
       version: recorded on each run and readable in the function (HISTORY-2).
       expires_in: deadline of a run, in seconds or as a ``timedelta``.
       tags: written on every run.
@@ -326,7 +348,9 @@ def workflow(
     def declare(function: Callable[..., Any]) -> Workflow[Any, Any]:
         chosen = short_text(function.__name__ if name is None else name, "a workflow's name", limit=NAME_LENGTH)
         limit = {} if time_limit is None else {"time_limit": time_limit}
-        check_options({"queue_name": queue_name, "priority": priority, **limit}, f"workflow {chosen}")
+        check_options(
+            {"queue_name": "default" if queue_name is None else queue_name, "priority": priority, **limit}, f"workflow {chosen}"
+        )
         return Workflow(
             function,
             name=chosen,

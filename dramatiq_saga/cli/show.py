@@ -15,6 +15,9 @@ from ..report_entries import EntryReport
 from ..reports import CompensationReport, RetryReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
+#: Members of a parallel block that are shown one by one; of a larger one, those that have something to say.
+SHOWN_MEMBERS = 20
+
 #: Longest payload or message in one line, in characters.
 WIDTH = 160
 
@@ -32,6 +35,7 @@ _OVER = {
     "done_already": "its work is done, only the result could not be kept",
     "timed_out": "no signal came in time",
     "withdrawn": "its wait was closed",
+    "block_failed": "another member has failed its block",
 }
 
 _UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
@@ -45,23 +49,32 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     show.add_argument("run_id", metavar="RUN")
     show.add_argument("--events", action="store_true", help="its whole history as well")
+    show.add_argument("--all", action="store_true", help="every member of a large parallel block")
     show.set_defaults(run=_show)
 
 
 def _show(operator: Operator, options: argparse.Namespace) -> Answer:
     report = operator.show_run(options.run_id, events=options.events)
-    return Answer(report.as_dict(), list(lines_of(report, operator.store.clock.now())))
+    return Answer(report.as_dict(), list(lines_of(report, operator.store.clock.now(), everything=options.all)))
 
 
-def lines_of(report: RunReport, now: int) -> Iterator[str]:
-    """The whole page."""
+def lines_of(report: RunReport, now: int, *, everything: bool = False) -> Iterator[str]:
+    """The whole page; of large blocks only those members that have something to say, unless ``everything`` is asked for."""
+    blocks = Blocks(report)
     for name, text in _head(report, now):
         yield f"{name:<10} {text}"
     lines: dict[int, tuple[str, str, list[str]]] = {  # by sequence: what it is, where it stands, what else there is to say
-        entry.sequence: (_title(entry), _entry(entry, now), list(_entry_details(entry))) for entry in report.entries
+        entry.sequence: (
+            blocks.indented(entry.block, _title(entry)),
+            _entry(entry, now) + blocks.counts(entry),
+            [*_entry_details(entry), *([] if everything else blocks.left_out(entry))],
+        )
+        for entry in report.entries
     }
     for step in report.steps:
-        lines[step.row.sequence] = cell(step.row.actor), _standing(step, now), list(_details(report, step, now))
+        if everything or not blocks.leaves_out(step):
+            title = blocks.indented(step.row.block, cell(step.row.actor))
+            lines[step.row.sequence] = title, _standing(step, now), list(_details(report, step, now))
     if lines:
         yield ""
     width = max((len(title) for title, _, _ in lines.values()), default=0)
@@ -71,6 +84,52 @@ def lines_of(report: RunReport, now: int) -> Iterator[str]:
     if report.events is not None:
         yield ""
         yield from _events(report)
+
+
+class Blocks:
+    """The blocks of a run, and how their members stand."""
+
+    def __init__(self, report: RunReport) -> None:
+        self._around = {entry.sequence: entry.block for entry in report.entries if entry.size is not None}
+        self._large = {
+            entry.sequence for entry in report.entries if entry.kind == "parallel" and (entry.size or 0) > SHOWN_MEMBERS
+        }
+        self._members: dict[int, list[StepReport]] = {}
+        for step in report.steps:
+            if step.row.block is not None:
+                self._members.setdefault(step.row.block, []).append(step)
+
+    def indented(self, block: int | None, title: str) -> str:
+        """What stands in a block stands under it."""
+        while block is not None:
+            block, title = self._around.get(block), f"  {title}"
+        return title
+
+    def counts(self, entry: EntryReport) -> str:
+        """How many of a block's steps stand where."""
+        words = [_word(step) for step in self._members.get(entry.sequence, ()) if entry.kind == "parallel"]
+        told = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+        return f": {told}" if told else ""
+
+    def leaves_out(self, step: StepReport) -> bool:
+        """Whether a member of a large block has nothing to say that the count does not say: done, cancelled, or waiting for its turn."""
+        row = step.row
+        quiet = row.status in ("completed", "cancelled") or (row.status == "pending" and not row.tries)
+        return row.block in self._large and quiet and (step.compensation is None or step.compensation.row.status == "completed")
+
+    def left_out(self, entry: EntryReport) -> list[str]:
+        """What is said of the members that are not shown."""
+        number = sum(1 for step in self._members.get(entry.sequence, ()) if self.leaves_out(step))
+        return [
+            f"{times(number, 'member is', 'members are')} not shown: completed, cancelled or not begun (--all shows them)"
+        ] * bool(number)
+
+
+def _word(step: StepReport) -> str:
+    row = step.row
+    if row.status == "pending" and row.held_back:
+        return "held back"
+    return "between tries" if row.status == "failed" and not row.given_up else row.status.replace("_", " ")
 
 
 def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
@@ -156,8 +215,12 @@ def _entry_details(entry: EntryReport) -> Iterator[str]:
         yield f"run {cell(entry.child_id)}"
     if entry.error is not None:
         yield error_line(entry.error)
+    if entry.max_in_flight is not None:
+        yield f"at most {entry.max_in_flight} at a time"
     if entry.failed_by is not None:
         yield f"failed by {entry.failed_by}"
+    if entry.closed_early_at is not None:
+        yield f"its barrier was reached early, at {moment(entry.closed_early_at)}; the rows decided"
     if entry.value is not None and entry.value != "null":
         yield f"value {cut(cell(entry.value), WIDTH)}"
 
@@ -172,6 +235,8 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
     if upcoming is not None and row.status == "failed":
         when = f" at {moment(upcoming.at)} ({relative(upcoming.at, now)})" if upcoming.at is not None else ""
         return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
+    if isinstance(report, StepReport) and report.row.held_back and row.status == "pending":
+        return "held back: its turn comes when another member of its block has ended"
     if upcoming is not None:
         held = upcoming.at is not None and upcoming.at > now
         when = (

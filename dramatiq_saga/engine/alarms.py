@@ -11,14 +11,14 @@ With a broker of another kind there are no alarms: a loop in the workers looks f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .rows import Outgoing
+from .rows import ChildEntry, Outgoing
 
 if TYPE_CHECKING:
     from ..store.database import Tx
     from .core import Engine, Sender
-    from .rows import Decision, Snapshot
+    from .rows import Decision, More, Snapshot
 
 # The run's row is locked by whoever stages an alarm: no other can be set between the look and the write.
 _SET = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND (timer_at IS NULL OR timer_at > ?)"
@@ -61,10 +61,10 @@ def for_run(
     return Alarm(sender, message(run_id, workflow, queue, priority=priority, at=at, now=now), at)
 
 
-def for_decision(engine: Engine, sender: Sender, snapshot: Snapshot, decision: Decision, *, now: int) -> Alarm | None:
-    """The alarm for the earliest deadline that ``decision`` creates."""
+def for_decision(engine: Engine, sender: Sender, snapshot: Snapshot, decision: Decision, *, now: int) -> list[Alarm]:
+    """The alarms for what ``decision`` creates: one for the run's earliest new deadline, and one for each child run with a deadline."""
     if not sender.joins or decision.kind != "suspended":
-        return None
+        return []
     moments = [step.expires_at for step in decision.steps if step.expires_at is not None]
     more = decision.more
     if more is not None:
@@ -75,4 +75,31 @@ def for_decision(engine: Engine, sender: Sender, snapshot: Snapshot, decision: D
             rows = engine.store.read(lambda tx: tx.all(_DEADLINES, (snapshot.run_id,)))
             moments += [expires_at for sequence, expires_at in rows if sequence in again]
     at = min(moments, default=None)
-    return for_run(sender, snapshot.run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority, at=at, now=now)
+    alarm = for_run(sender, snapshot.run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority, at=at, now=now)
+    found = [] if alarm is None else [alarm]
+    if more is not None and (more.children or more.retries):
+        found += _for_children(sender, more, now)
+    return found
+
+
+def _for_children(sender: Sender, more: More, now: int) -> list[Alarm]:
+    starts = [(child.child_id, child.workflow, child.start) for child in more.children]
+    starts += [
+        (retry.child_id, retry.entry.workflow, retry.start) for retry in more.retries
+        if retry.child_id is not None and retry.start is not None and isinstance(retry.entry, ChildEntry)
+    ]  # fmt: skip
+    alarms = [
+        for_run(
+            sender, child_id, workflow, start["queue"], priority=start.get("priority"), at=child_deadline(start, now), now=now
+        )
+        for child_id, workflow, start in starts
+    ]
+    return [alarm for alarm in alarms if alarm is not None]
+
+
+def child_deadline(start: dict[str, Any], now: int) -> int | None:
+    """The deadline of a child run that is started ``now``, by what its parent has recorded of its start."""
+    at: int | None = start.get("expires_at")
+    if at is None and start.get("expires_in_ms") is not None:
+        return now + int(start["expires_in_ms"])
+    return at

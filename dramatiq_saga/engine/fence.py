@@ -11,7 +11,8 @@ drive message.
 
 Who else may be here: a straggler, a reclaim's second worker, a cancel, a rollback being planned, another drive. Each either
 changes ``status`` or ``attempts`` of the row, or the revision or wake count of the run, and the loser writes nothing. Proven
-by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/test_state_machine.py``.
+by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/test_state_machine.py``. Long because every way in which
+a step can end is refused or let through here.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
 
 def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """An outcome that a drive has to see."""
-    if engine.drives(outcome.workflow):
+    if engine.drives(outcome.workflow, outcome.queue):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
                 return True
@@ -185,7 +186,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     snapshot = engine.cache.get(job.run_id)
     if snapshot is None or (outcome.known is not None and outcome.known != (snapshot.revision, snapshot.wakes)):
         snapshot = load(engine, job.run_id)
-    if snapshot is None or job.sequence > len(snapshot.entries):
+    if snapshot is None or job.sequence > len(snapshot.entries) or snapshot.close_request is not None:
         return False
     entry = snapshot.entries[job.sequence - 1]
     if not isinstance(entry, StepEntry):
@@ -211,31 +212,27 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
-        alarm = alarms.for_decision(engine, sender, snapshot, decision, now=now)
+        family = drive.family_of(engine, after, decision, plan)
+        outbox.load(drive.messages(engine, snapshot, decision, plan=plan, family=family, now=now))
+        ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
+        if family is not None:
+            family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
             return False
+        sent_at = now if outbox.joined else None
         if not decisions.write(
-            tx,
-            engine,
-            snapshot,
-            decision,
-            now=now,
-            sent_at=now if outbox.joined else None,
-            wakes=1,
-            plan=plan,
-            entries=after.entries,
-        ):
+            tx, engine, snapshot, decision, now=now, sent_at=sent_at, wakes=1, plan=plan, entries=after.entries, family=family
+        ):  # fmt: skip
             raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
-        if alarm is not None:
+        for alarm in ahead:
             alarm.stage(tx)
         outbox.stage(tx)
         return True
@@ -243,9 +240,10 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
+    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
-        if alarm is not None:
+        for alarm in ahead:
             alarm.delivered()
         outbox.delivered()
     finally:
@@ -258,7 +256,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     job = outcome.job
     outbox = sender.outbox(delivery)
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
-    here = engine.drives(outcome.workflow)
+    here = engine.drives(outcome.workflow, outcome.queue)
     now = engine.now()
     lines: list[history.Line] = []
 

@@ -19,6 +19,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -274,17 +275,17 @@ class Replay:
             )
         )  # fmt: skip
 
-    def add_child(self, child: NewChild) -> None:
+    def add_child(self, child: NewChild) -> ChildEntry:
         """The function wants this child run."""
         self.more.children.append(child)
         spec, scope = child.compensation, child.scope
-        self.new_entries.append(
-            ChildEntry(
-                child.sequence, child.workflow, child.child_id, "pending", child.close_policy, optional=child.optional,
-                comp_actor=spec.actor if spec else None, comp_ready=spec is not None, comp_from_result=child.comp_from_result,
-                extra=Extra(scope.block, scope.position, False, None, child.retry, None, scope.comp_group, scope.comp_parallel),
-            )
+        entry = ChildEntry(
+            child.sequence, child.workflow, child.child_id, "running", child.close_policy, optional=child.optional,
+            comp_actor=spec.actor if spec else None, comp_ready=spec is not None, comp_from_result=child.comp_from_result,
+            extra=Extra(scope.block, scope.position, False, None, child.retry, None, scope.comp_group, scope.comp_parallel),
         )  # fmt: skip
+        self.new_entries.append(entry)
+        return entry
 
     def add_block(self, what: str, size: int, *, policy: str | None, max_in_flight: int | None, scope: Scope) -> BlockEntry:
         """The function wants this block; its members follow."""
@@ -413,11 +414,16 @@ class Replay:
         return changed
 
     def retry(
-        self, entry: StepEntry | ChildEntry, signal: ReceivedSignal | None, child_id: str | None = None
+        self,
+        entry: StepEntry | ChildEntry,
+        signal: ReceivedSignal | None,
+        child_id: str | None = None,
+        start: dict[str, Any] | None = None,
     ) -> StepEntry | ChildEntry:
-        """It runs again, in the same row."""
-        self.more.retries.append(Retry(entry, signal, child_id))
-        changed = _with(entry, status="pending", given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
+        """It runs again, in the same row: a child as a new run, ``child_id``, started as ``start`` says (RSIG-4)."""
+        self.more.retries.append(Retry(entry, signal, child_id, start))
+        status = "pending" if child_id is None else "running"
+        changed = _with(entry, status=status, given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
         if child_id is not None:
             assert isinstance(changed, ChildEntry)
             changed = replace(changed, child_id=child_id)
@@ -529,14 +535,22 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if restore is None or travelling is None:
         return _walked(function, context, make_flow, args, kwargs)
     around = Around()
+    leave = partial(around.leave, None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+    try:
+        try:
+            _enter(around, restore, travelling)
+            return _walked(function, context, make_flow, args, kwargs)
+        finally:
+            leave()
+    finally:
+        leave()  # once more, for an interrupt may have cut the first short; else it does nothing
+
+
+def _enter(around: Around, restore: Callable[[Any], Any], travelling: bytes) -> None:
     try:
         around.enter(restore, travelling)
     except Exception as error:  # CTX-1: the function does not run without its context
         raise HoldRun(error) from error
-    try:
-        return _walked(function, context, make_flow, args, kwargs)
-    finally:
-        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
 
 
 def _walked(

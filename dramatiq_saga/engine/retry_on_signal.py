@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..journal import history
 from . import signals
-from .rows import ChildEntry, ReceivedSignal, StepEntry
+from .rows import BlockEntry, ChildEntry, ReceivedSignal, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -50,6 +50,7 @@ REFUSED = "refused"  # by ``only`` or ``when``
 THREW = "threw"  # ``when`` did, which counts as no
 DONE_ALREADY = "done_already"  # its work is done, only the result could not be kept (CODEC-2)
 TIMED_OUT = "timed_out"  # no signal came in time
+BLOCK_FAILED = "block_failed"  # another member has failed its block, whose members get no further try (PAR-4)
 WITHDRAWN = "withdrawn"  # its wait was closed by somebody else
 
 
@@ -131,6 +132,8 @@ def look(
         return _over(replay, entry, stored, TIMED_OUT if wait.status == "timed_out" else WITHDRAWN)
     if stored.over is not None or not _failed(entry):
         return entry
+    if _block_has_failed(replay, entry):
+        return _over(replay, entry, stored, BLOCK_FAILED)
     over, threw = _refusal(replay, entry, stored, rule, failure)
     if over is not None:
         return _over(replay, entry, stored, over, threw=threw)
@@ -142,6 +145,11 @@ def look(
 
 def _failed(entry: StepEntry | ChildEntry) -> bool:
     return entry.status == "failed" and (isinstance(entry, ChildEntry) or entry.given_up)
+
+
+def _block_has_failed(replay: Replay, entry: StepEntry | ChildEntry) -> bool:
+    block = None if entry.extra.block is None else replay.entries[entry.extra.block - 1]
+    return isinstance(block, BlockEntry) and block.failed_by is not None
 
 
 def _over(

@@ -7,7 +7,7 @@ its claim is void: the fence refuses what it still reports; a run that has not e
 
 Who else may be here: the same verb in another process, a signal, an outcome, a claim, a retry, a cancel. The run's row is locked first,
 and every write repeats what was read: of two, the second changes nothing. Firing what was fired finds nothing due, so it can be
-repeated at will. Proven by ``tests/races/test_timers.py``.
+repeated at will. Proven by ``tests/races/test_timers.py``. Long because finding, ending and watching for what is due rest on one order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .replay import HoldRun
 from .snapshot import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection
 
     from ..store.database import Tx
     from .core import Engine, Sender
@@ -146,14 +146,14 @@ def fire(
             driven = _end(engine, found, sender, delivery, fired, now=now, here=here) or driven
             continue
         if found.overdue:
-            if (ended or found.in_time) and not driven and engine.drives(found.workflow):
+            if (ended or found.in_time) and not driven and engine.drives(found.workflow, found.queue):
                 driven = True
                 drive.drive(engine, run_id, sender, delivery)  # what had happened before its deadline counts
                 continue
             if _expire_run(engine, run_id, sender, delivery, fired):
                 continue
         break
-    if delivery is not None and found.unseen and not driven and engine.drives(found.workflow):
+    if delivery is not None and found.unseen and not driven and engine.drives(found.workflow, found.queue):
         drive.drive(engine, run_id, sender, delivery)  # an earlier delivery has fired, and was lost before its drive
     if sender.joins:
         set_alarm(engine, run_id, sender, at=at)
@@ -180,7 +180,7 @@ def _look(tx: Tx, run_id: str, now: int) -> _Found | None:
 def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None, fired: Fired, *, now: int, here: bool) -> bool:
     """End what was found due; true where the run was driven here afterwards."""
     run_id = found.run_id
-    here = here and engine.drives(found.workflow)
+    here = here and engine.drives(found.workflow, found.queue)
     outbox = sender.outbox(delivery)
     outbox.load([signals.drive_message(run_id, (found.workflow, found.queue, found.priority))])
 
@@ -337,15 +337,22 @@ class DueRun:
     due: int
 
 
-def find_due(engine: Engine, *, unsent: Sequence[str] | None = None) -> list[DueRun]:
+def find_due(engine: Engine, *, unsent: bool = False) -> list[DueRun]:
     """Live runs in which something is due, the longest due first, at most ``monitor.expiration.batch_size`` rows of each kind.
 
-    ``unsent``: only runs of these workflows that no message of kind "timer" is on its way to. An overdue run that is held off is none
-    (EXPIRE-2).
+    ``unsent``: only runs that this process drives (DRIVE-6) and that no message of kind "timer" is on its way to. An overdue run that is
+    held off is none (EXPIRE-2).
     """
     now, limit = engine.now(), engine.settings.monitor.expiration.batch_size
-    gate: tuple[Any, ...] = () if unsent is None else (now, *unsent)
-    narrowed = "" if unsent is None else f"{_UNSENT} AND f.workflow IN ({', '.join('?' * len(unsent))})"
+    gate: tuple[Any, ...] = ()
+    narrowed = ""
+    if unsent:
+        if not engine.workflows:
+            return []
+        gate = (now, *engine.workflows, *(engine.queues or ()))
+        narrowed = f"{_UNSENT} AND f.workflow IN ({_markers(engine.workflows)})"
+        if engine.queues:
+            narrowed += f" AND f.queue IN ({_markers(engine.queues)})"
     waits, steps, overdue = (sql.replace("%s", narrowed) for sql in _DUE)
 
     def look(tx: Tx) -> list[tuple[Any, ...]]:
@@ -356,6 +363,10 @@ def find_due(engine: Engine, *, unsent: Sequence[str] | None = None) -> list[Due
     for row in sorted(engine.store.read(look), key=lambda row: (row[4], row[0])):
         earliest.setdefault(row[0], DueRun(*row))
     return list(earliest.values())
+
+
+def _markers(values: Collection[str]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def send(engine: Engine, sender: Sender, run: DueRun, *, again_after: int) -> bool:

@@ -51,7 +51,12 @@ POINTS = {
     "failure recorded": "a failed try is recorded, Dramatiq has not decided what follows",
 }
 
-_OUTCOMES = ("_settle_with_decision.<locals>.operation", "_settle_alone.<locals>.operation", "settle.<locals>.operation")
+_OUTCOMES = (
+    "_settle_with_decision.<locals>.operation",
+    "_settle_alone.<locals>.operation",
+    "settle.<locals>.operation",
+    "settle_member.<locals>.attempt.<locals>.record_member",
+)
 _DECISIONS = ("_drive_once.<locals>.operation",)
 _FAILURES = ("fail_try.<locals>.operation",)
 
@@ -119,12 +124,12 @@ class Killer:
 
             def watched(tx: Any) -> Any:
                 value = operation(tx)
-                if value and value != (False, False):
+                if _has_landed(value):
                     self.here(f"{kind} written", actor)
                 return value
 
             value = write(store, watched)
-            if value and value != (False, False):
+            if _has_landed(value):
                 self.here(f"{kind} committed")
             return value
 
@@ -173,6 +178,11 @@ class Killer:
         _RedisConsumer.ack = watched_ack
 
 
+def _has_landed(value: Any) -> bool:
+    """Whether a write of the engine's has landed, by what its operation has returned."""
+    return bool(getattr(value, "landed", value and value != (False, False)))
+
+
 # --- the shop --------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +229,15 @@ class Shop:
             ).compensate_in_parallel().run()
             return str(flow.run(ship, order))
 
+        def convoy(flow: Any, order: str) -> str:
+            """Three steps side by side, one of which may fail, and one after them."""
+            found = flow.parallel(
+                flow.action(charge, order).compensate_with(refund, order),
+                flow.action(ship if "nowhere" in order else reserve, order),
+                flow.action(board, order).compensate_with(alight, order),
+            ).run()
+            return f"{found}, {flow.run(ship, order)}"
+
         def single(flow: Any, order: str) -> str:
             return str(flow.run(long, order))
 
@@ -232,6 +251,7 @@ class Shop:
 
         self.checkout = workflow(broker=self.broker)(checkout)
         self.tour = workflow(broker=self.broker)(tour)
+        self.convoy = workflow(broker=self.broker)(convoy)
         self.single = workflow(broker=self.broker)(single)
         self.interrupted = workflow(broker=self.broker)(interrupted)
 

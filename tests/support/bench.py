@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals, timers
+from dramatiq_saga.engine import runs, signals, timers, undoing
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -47,7 +47,7 @@ WRITES = {
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
     "hold": "hold.<locals>.operation",
-    "cancel": "_end_cancelled.<locals>.operation",
+    "cancel": "_end_once.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
     "resume": "_resume_once.<locals>.operation",
@@ -263,6 +263,8 @@ class Bench:
         if delivery.kind == "timer":
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
+            if delivery.level is not None:
+                return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)
             if delivery.group is not None and not self.runner._called_back(delivery):
                 return None
             return drives.drive(self.engine, delivery.run_id, self.sender)
@@ -285,7 +287,7 @@ class Bench:
         raise AssertionError(f"still not finished after {limit} messages")
 
     def cancel(self, run_id: str) -> bool:
-        return runs.cancel(self.engine, run_id)
+        return runs.cancel(self.engine, run_id, self.sender)
 
     def compensate(self, run_id: str) -> bool:
         return runs.compensate(self.engine, run_id, self.sender)

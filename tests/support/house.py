@@ -39,7 +39,7 @@ MODULES = {
     "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders groups advice options coroutines retry_policy",
+    "flow": "flow builders child_builder groups advice options coroutines retry_policy",
     "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
     "operations": "operations reports report_entries",
 }

@@ -183,6 +183,19 @@ def without_a_flow() -> None: ...
 def misspelt(flow: Flow) -> None: ...
 
 
+def children(flow: Flow) -> None:
+    """CHILD-1, CHILD-2."""
+    assert_type(flow.child(checkout, "a", express=True).run(), dict[str, str])
+    assert_type(flow.child(checkout, "a").close_policy("cancel").continue_on_failure().run(), dict[str, str] | None)
+    assert_type(flow.child(checkout, "a").compensate_with(refund, "a").run(), dict[str, str])
+    assert_type(flow.child(checkout, "a").compensate_with(lambda done: refund.message(done["id"])).run(), dict[str, str])
+    assert_type(flow.parallel(flow.child(checkout, "a"), flow.action(count, "a")).run(), list[dict[str, str] | int])
+    flow.child(checkout)  # type: ignore[call-arg]
+    flow.child(checkout, 1)  # type: ignore[arg-type]
+    flow.child(count, "a")  # type: ignore[arg-type]
+    flow.child(checkout, "a").compensate_with(refund)  # type: ignore[arg-type]
+
+
 def runs() -> None:
     assert_type(checkout.send("a", express=True), FlowHandle[dict[str, str]])
     assert_type(checkout.send("a").result(), dict[str, str])

@@ -71,6 +71,10 @@ def varied(flow: Flow):
     flow.patched("new-price")
     flow.parallel(flow.action(mail, "a"), flow.action(mail, "b")).run()
     flow.sleep(3600)
+
+@workflow
+def wide(flow: Flow, count: int):
+    flow.parallel(*(flow.action(ship, number) for number in range(count))).max_in_flight(2).run()
 """
 
 
@@ -568,7 +572,7 @@ def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytes
     )
     shown = shop("show", run.id)
     begin = shown.lines.index("")
-    titles = [line[4:].split("  ")[1].strip() for line in shown.lines[begin + 1 :] if line[:4].strip()]
+    titles = [re.split(" {2,}", line[4:].strip())[0] for line in shown.lines[begin + 1 :] if line[:4].strip()]
     assert titles == ["side effect rate", "version gate new-price", "parallel of 2", "mail", "mail", "timer"]
     assert '      value {"EUR":1.5}' in shown.lines
     assert "passed: this run goes the new way" in shown.out
@@ -586,6 +590,26 @@ def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytes
     settings(shop, monkeypatch, {"history.store_payloads": "off"})
     hidden = shop.plainly("--database", "shop.db", "show", run.id)
     assert "EUR" not in hidden.out and "[7]" not in hidden.out and "side effect rate" in hidden.out
+
+
+def test_show_tells_how_the_members_of_a_block_stand(shop: Shop) -> None:
+    """PAR-1: members stand under their block; of a large one only those that have something to say, unless all are asked for."""
+    runs = [get_flow(shop("send", "wide", "--args", f"[{count}]").out.strip(), broker=shop.module.broker) for count in (3, 30)]
+    shop.plan(ship=fail)
+    shop.work_until(lambda: all([step.status for step in run.actions()].count("failed") == 2 for run in runs))
+    small, large = (shop("show", run.id) for run in runs)
+    assert any(re.match("   1  parallel of 3  running since .*: 2 between tries, 1 held back$", line) for line in small.lines)
+    assert "      at most 2 at a time" in small.lines
+    assert "   4    ship         held back: its turn comes when another member of its block has ended" in small.lines
+    assert "      28 members are not shown: completed, cancelled or not begun (--all shows them)" in large.lines
+    assert sum("  ship  " in line for line in large.lines) == 2
+    assert sum("  ship  " in line for line in shop("show", runs[1].id, "--all").lines) == 30
+    members = shop("show", runs[0].id, "--json").value["steps"]
+    assert [(step["block"], step["position"], step["held_back"]) for step in members] == [
+        (1, 0, False),
+        (1, 1, False),
+        (1, 2, True),
+    ]
 
 
 def test_show_tells_what_holds_a_run(shop: Shop) -> None:

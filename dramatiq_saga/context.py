@@ -26,27 +26,41 @@ if TYPE_CHECKING:
 #: Stands for "not said": ``None`` is a context like any other.
 UNSET: Any = object()
 
+#: A note on what a capturing function has raised.
+NOT_CAPTURED = "dramatiq-saga: raised by the function that captures a run's context, so no run was started"
+
 _WHERE = "the run's context"
 
 
-def captured(settings: Settings, own: Any = UNSET) -> bytes | None:
+def captured(settings: Settings, own: Any = UNSET, *, given: Any = UNSET) -> bytes | None:
     """What a run that is sent now takes along, as it is stored; ``None`` where nothing travels.
 
-    ``own`` is the workflow's: a function without arguments, or a value. It stands in for what the settings say. Whatever the
-    hook raises is the caller's, and so is what cannot be stored.
+    ``given`` by the call that sends it comes first, then the workflow's ``own`` (a function without arguments, or a value), then
+    what the settings say. Whatever a hook raises is the caller's, and so is what cannot be stored.
 
     Raises:
       NotSerializableError: the encoder cannot carry it; the error names the path (CODEC-2).
     """
     context = settings.context
+    if given is not UNSET:
+        return encode(given, _WHERE)
     if own is not UNSET:
-        return encode(own() if callable(own) else own, _WHERE)
+        return encode(_called(own) if callable(own) else own, _WHERE)
     if context.capture is not None:
-        return encode(context.capture(), _WHERE)
+        return encode(_called(context.capture), _WHERE)
     if context.auto:
         bound = _storable(structlog.contextvars.get_contextvars())
         return encode(bound, _WHERE) if bound else None
     return None
+
+
+def _called(capture: Callable[[], Any]) -> Any:
+    try:
+        return capture()
+    except Exception as error:
+        with suppress(Exception):  # an exception class may refuse new attributes
+            error.add_note(NOT_CAPTURED)
+        raise
 
 
 def restorer(settings: Settings) -> Callable[[Any], Any] | None:

@@ -20,6 +20,7 @@ from dramatiq.middleware import Retries
 from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
+from .context import UNSET
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
 from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
 from .handle import FlowHandle
@@ -206,9 +207,15 @@ class Operator:
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def send(
-        self, workflow: str, *, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None, run_id: str | None = None
+        self,
+        workflow: str,
+        *,
+        args: list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        run_id: str | None = None,
+        context: Any = UNSET,
     ) -> Sent:
-        """Start a run of a workflow that the application declares.
+        """Start a run of a workflow that the application declares; ``context`` as in ``Workflow.send_with_options``.
 
         Raises:
           RefusedError: it declares no such workflow.
@@ -220,7 +227,9 @@ class Operator:
             raise RefusedError(_unknown_workflow(workflow, declared))
         self._require_tables()
         there = run_id is not None and self.store.read(lambda tx: tx.one(_EXISTS, (run_id,))) is not None
-        handle = declared[workflow].send_with_options(args=tuple(args or ()), kwargs=kwargs or {}, run_id=run_id)
+        handle = declared[workflow].send_with_options(
+            args=tuple(args or ()), kwargs=kwargs or {}, run_id=run_id, context=context
+        )
         return Sent(handle.id, workflow, not there)
 
     def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:

@@ -115,6 +115,7 @@ class Workflow(Generic[P, R]):
         expires_at: datetime | None = None,
         delay: int | timedelta | None = None,
         version: str | None = None,
+        context: Any = UNSET,
         **options: Any,
     ) -> FlowHandle[R]:
         """Start a run with more to say about it.
@@ -124,13 +125,16 @@ class Workflow(Generic[P, R]):
             started and the handle is one on that run.
           tags: found again by ``query()``; they add to the workflow's own.
           expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
+          context: what travels with this run, in place of what would be captured (CTX-1).
           delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
           **options: Dramatiq options for the run's own messages, ``priority`` for example.
 
         Raises:
           RunConflictError: the id is taken by a run of another workflow, or with other arguments.
         """
-        new = self._new_run(args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options)
+        new = self._new_run(
+            args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options, context=context
+        )
         engine = self._middleware.engine(self.broker)
         runs.start(engine, new, self._middleware.sender(self.broker))
         return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
@@ -159,6 +163,8 @@ class Workflow(Generic[P, R]):
         delay: int | timedelta | None,
         version: str | None,
         options: dict[str, Any],
+        *,
+        context: Any = UNSET,
     ) -> runs.NewRun:
         refuse_inside_workflow(f"starting a run of {self.name}")
         self._check_call(args, kwargs)
@@ -197,7 +203,7 @@ class Workflow(Generic[P, R]):
             _version(version) if version is not None else self.version,
             self.queue_name,
             encode_call(args, kwargs),
-            context=captured(self._middleware.settings, self._context),
+            context=captured(self._middleware.settings, self._context, given=context),
             priority=priority if priority is not None else self._priority or None,
             options=options or None,
             tags={name: tag_text(name, value) for name, value in {**self.tags, **(tags or {})}.items()},

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..clock import to_iso
+from ..context import NOT_CAPTURED, UNSET
 from ..operations import Cancelled, Operator, RefusedError, RunLine
 from ..reports import StepReport
 from ..statuses import FlowStatus
@@ -32,6 +33,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     send.add_argument("--args", metavar="JSON", default="[]", help="positional arguments, an array: '[\"order-42\"]'")
     send.add_argument("--kwargs", metavar="JSON", default="{}", help="keyword arguments, an object")
     send.add_argument("--run-id", metavar="ID", help="an id of your own: a second run with it is not started")
+    send.add_argument("--context", metavar="JSON", help="what travels with the run, in place of what would be captured here")
     send.set_defaults(run=_send)
 
     listing = commands.add_parser("list", parents=[common], help="the newest runs", description="The newest runs, one a line.")
@@ -127,10 +129,17 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
 def _send(operator: Operator, options: argparse.Namespace) -> Answer:
     args = _parsed("--args", options.args, kind=list, example='["order-42"]')
     kwargs = _parsed("--kwargs", options.kwargs, kind=dict, example='{"order_id": "order-42"}')
+    context = UNSET if options.context is None else _parsed("--context", options.context, kind=object, example='"acme"')
     try:
-        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id)
+        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id, context=context)
     except (TypeError, ValueError) as error:
         raise RefusedError(str(error)) from error
+    except Exception as error:
+        if NOT_CAPTURED not in getattr(error, "__notes__", ()):
+            raise
+        raise RefusedError(
+            f"the run's context cannot be captured here ({type(error).__name__}: {error}): give it with --context '\"acme\"'"
+        ) from error
     note = None if sent.started else "a run with this id was there already: nothing was started"
     value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
     return Answer(value, [cell(sent.run_id)], note=note)

@@ -498,6 +498,20 @@ def test_what_is_no_command_ends_with_2(shop: Shop, arguments: list[str]) -> Non
     assert shop(*arguments).status == 2
 
 
+def test_send_gives_a_context_where_none_can_be_captured(shop: Shop) -> None:
+    """CTX-1: refused with the way out, not sent without."""
+    name = shop.write(
+        SHOP.replace("base=Settings.from_mapping({", 'base=Settings.from_mapping({"context.capture": lambda: plan["tenant"], ')
+    )
+    refused = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]')
+    assert (refused.status, refused.out) == (1, "")
+    assert "context cannot be captured here (KeyError: 'tenant'): give it with --context" in refused.err
+    sent = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", '{"tenant": 7}')
+    assert sent.status == 0, sent.err
+    assert shop.sql("SELECT context FROM saga_flow_runs") == [(b'{"tenant":7}',)]
+    assert shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", "acme").status == 1
+
+
 # --- show ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from dramatiq_saga import (
     StepFailedError,
     current_step,
 )
-from dramatiq_saga.errors import WouldBlockError
+from dramatiq_saga.errors import ChildExpiredError, WouldBlockError
 from dramatiq_saga.events import ActionExpired, ActionOutcomeRejected, FlowExpired, SignalTimedOut, listening
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import sweep
@@ -437,3 +437,49 @@ def test_run_sync_takes_a_signal_that_one_of_its_own_steps_sends(app: Applicatio
         return flow.await_signal("decision")
 
     assert own.run_sync().result() == "mine"
+
+
+# --- children and blocks -----------------------------------------------------------------------------------------------
+
+
+def test_a_child_runs_deadline_ends_it_and_its_parent_goes_on(every_app: Application) -> None:
+    """EXPIRE-1, CHILD-2: the child's own alarm, or loop; its work is undone, and the parent sees ChildExpiredError."""
+    app = every_app
+    undo, reserve = app.step("undo"), app.step("reserve")
+
+    @app.workflow
+    def slow(flow: Flow) -> None:
+        flow.action(reserve).compensate_with(undo).run()
+        flow.await_signal("never")
+
+    @app.workflow
+    def parent(flow: Flow) -> str:
+        try:
+            flow.child(slow).expires_in(0.8).run()
+        except ChildExpiredError as error:
+            return error.workflow_name
+        return "ended"
+
+    handle = app.run(parent)
+    app.drain()
+    assert handle.result() == "slow"
+    (child,) = handle.children()
+    assert child.status == "expired"
+    assert app.sql("SELECT status, rollback FROM {flow_runs} WHERE id = ?", child.child_id) == [("expired", "done")]
+    assert app.calls == [("reserve",), ("undo",)]
+
+
+def test_members_that_expire_let_the_others_go(app: Application) -> None:
+    """EXPIRE-1, PAR-1: two places in a block of four; what sits in them expires, and the rest runs."""
+    elsewhere = app.queue + "_elsewhere"
+    nobody, step = app.step("nobody", queue_name=elsewhere), app.step("step", gives="ran")
+
+    @app.workflow
+    def narrow(flow: Flow) -> list[Any]:
+        stuck = [flow.action(nobody).expires_in(0.4).fallback_value_on_fail("late") for _ in range(2)]
+        return flow.parallel(*stuck, flow.action(step), flow.action(step)).max_in_flight(2).run()
+
+    app.start(queues={app.queue})
+    handle = narrow.send()
+    assert app.ended(handle) == "completed"
+    assert handle.result() == ["late", "late", "ran", "ran"]

@@ -48,6 +48,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once"
     )
+    listing.add_argument("--awaiting-signal", metavar="NAME", help="runs that wait for a signal of that name")
+    listing.add_argument(
+        "--awaiting-retry-signal", metavar="NAME", help="runs with a failed step that waits for a signal of that name"
+    )
+    listing.add_argument(
+        "--signalable", action="store_true", default=None, help="runs that take signals: neither ended nor rolling back"
+    )
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
@@ -63,7 +70,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
     again = commands.add_parser(
         "signal-retry", parents=[common], help="run again what is parked",
-        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+        description="Run again every step and child of a run that has failed and waits for a signal, each by a signal of that name.",
     )  # fmt: skip
     again.add_argument("run_id", metavar="RUN")
     again.set_defaults(run=_signal_retry)
@@ -159,22 +166,25 @@ def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
     parked = operator.signal_retry(options.run_id)
     value = {
         "run_id": options.run_id,
-        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+        "retried": [{"kind": one.kind, "sequence": one.sequence, "name": one.name, "signal": one.signal} for one in parked],
     }
     lines = [f"run {cell(options.run_id)}: what was parked runs again"]
-    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    lines += [f"  {one.kind} {one.sequence} ({cell(one.name)}), by signal {cell(one.signal)}" for one in parked]
     return Answer(value, lines)
 
 
-def _signal_of(step: StepReport) -> str:
-    return step.retry.signal if step.retry is not None else ""
-
-
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
-    runs = operator.list_runs(workflow=options.workflow, status=options.status, tags=dict(options.tag), limit=options.limit)
+    try:
+        runs = operator.list_runs(
+            workflow=options.workflow, status=options.status, tags=dict(options.tag), awaiting_signal=options.awaiting_signal,
+            awaiting_retry_signal=options.awaiting_retry_signal, signalable=options.signalable, limit=options.limit,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     now = operator.store.clock.now()
     if not runs:
-        narrowed = options.workflow or options.status or options.tag
+        named = options.awaiting_signal or options.awaiting_retry_signal or options.signalable
+        narrowed = options.workflow or options.status or options.tag or named
         return Answer([], ["no runs match" if narrowed else "there are no runs"])
     rows = [
         (

@@ -22,7 +22,7 @@ from dramatiq_saga import (
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import retry_on_signal, signals
 from dramatiq_saga.engine.rows import Outgoing
-from dramatiq_saga.errors import CannotSignalTerminalFlowError, NothingAwaitsRetryError, WouldBlockError
+from dramatiq_saga.errors import CannotSignalTerminalFlowError, ChildFailedError, NothingAwaitsRetryError, WouldBlockError
 from dramatiq_saga.workflow import workflows_of
 from tests.support.application import Application
 from tests.support.bench import Bench
@@ -741,3 +741,234 @@ def test_a_listener_hears_of_a_signal_that_was_there_before_the_park(lite: Appli
     finally:
         events.unsubscribe(hear)
     assert heard == [("signal.consumed", {"amount": 3}), ("action.retried", "top-up")]
+
+
+# --- in parallel blocks and groups ------------------------------------------------------------------------------------
+
+
+def block(*members: tuple[str, Card, str | None], wait_all: bool = False) -> Declare:
+    """A parallel block of charges: name, card, and the signal that one waits for."""
+
+    def declare(bench: Bench) -> None:
+        actors = {name: bench.actor(card.charge, actor_name=name) for name, card, _ in members}
+        refund = bench.actor(lambda: None, actor_name="refund")
+
+        def order(flow: Flow) -> Any:
+            steps: list[Any] = []
+            for name, _, waits_for in members:
+                step: Any = flow.action(actors[name]).compensate_with(refund)
+                steps.append(step if waits_for is None else step.retry_on_signal(waits_for))
+            together = flow.parallel(*steps)
+            return (together.wait_all_then_fail() if wait_all else together.fail_fast()).run()
+
+        bench.workflow(order, name="order")
+
+    return declare
+
+
+def test_a_member_of_a_block_is_parked_while_the_others_go_on(bench_on: MakeBench) -> None:
+    """PAR-4, RSIG-1: the run waits outside once only parked members are left; results come in the order of declaration."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(), None), ("third", Card(), None)))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "completed"), ("third", "completed")]
+    assert bench.status(run_id) == "waiting"
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "completed"
+    assert bench.one("SELECT result FROM {flow_runs} WHERE id = ?", run_id) == (b'["charged","charged","charged"]',)
+
+
+def test_members_that_wait_for_one_signal_take_one_each(bench_on: MakeBench) -> None:
+    """RSIG-1, SIG-1: the one that was parked first runs first; signal_retry runs all of them."""
+    cards = [Card(Declined("x")) for _ in range(3)]
+    bench = bench_on(block(*((f"card-{number}", card, "top-up") for number, card in enumerate(cards))))
+    run_id = bench.start("order")
+    bench.run()
+    signal(bench, run_id)
+    bench.run()
+    assert [status for _, status in bench.steps(run_id)] == ["completed", "awaiting_retry", "awaiting_retry"]
+    assert answer_all(bench, run_id) == 2
+    bench.run()
+    assert bench.status(run_id) == "completed"
+
+
+def test_a_block_that_fails_fast_cancels_what_is_parked(bench_on: MakeBench) -> None:
+    """PAR-4, RSIG-2: with its wait, so that no signal is lost in it."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(ValueError("y")), None)))
+    run_id = bench.start("order")
+    bench.deliver(bench.take())
+    bench.runner.give_up(bench.deliver(bench.take()))
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "pending")]
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "cancelled"), ("second", "failed")]
+    assert bench.all("SELECT status FROM {waits} WHERE run_id = ?", run_id) == [("cancelled",)]
+
+
+def test_a_block_that_waits_for_all_waits_for_what_is_parked(bench_on: MakeBench) -> None:
+    """PAR-4: every member settles first, by its signal too; then the failure counts and what was done is undone."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(ValueError("y")), None), wait_all=True))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "failed")]
+    assert bench.status(run_id) == "waiting"
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "completed"), ("second", "failed")]
+    assert bench.undos(run_id) == [("refund", "completed")]
+
+
+def test_a_parked_member_gives_its_place_to_one_that_is_held_back(bench_on: MakeBench) -> None:
+    """PAR-1, RSIG-1: max_in_flight counts what is at work; one that waits for weeks holds nobody up."""
+
+    def declare(bench: Bench) -> None:
+        actors = [
+            bench.actor(card.charge, actor_name=f"card-{n}") for n, card in enumerate((Card(Declined("x")), Card(), Card()))
+        ]
+
+        def order(flow: Flow) -> Any:
+            return flow.parallel(*(flow.action(actor).retry_on_signal("top-up") for actor in actors)).max_in_flight(1).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.run()
+    assert [status for _, status in bench.steps(run_id)] == ["awaiting_retry", "completed", "completed"]
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "completed"
+
+
+def test_a_member_of_a_saga_group_is_parked_like_any_step(bench_on: MakeBench) -> None:
+    """RSIG-1, COMP-5: the group goes on behind it once the signal has come."""
+
+    def declare(bench: Bench) -> None:
+        first = bench.actor(Card(Declined("x")).charge, actor_name="first")
+        second = bench.actor(Card().charge, actor_name="second")
+
+        def order(flow: Flow) -> Any:
+            return flow.saga(flow.action(first).retry_on_signal("top-up"), flow.action(second)).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry")]
+    signal(bench, run_id)
+    bench.run()
+    assert (bench.status(run_id), bench.steps(run_id)) == ("completed", [("first", "completed"), ("second", "completed")])
+
+
+def test_a_run_that_fails_beside_a_step_that_has_just_been_parked_leaves_nothing_open(bench_on: MakeBench) -> None:
+    """STATUS-2, PAR-4: one walk finds both given up; it parks the one and, for the other, cancels it again."""
+
+    def declare(bench: Bench) -> None:
+        first = bench.actor(Card(Declined("x")).charge, actor_name="first")
+        second = bench.actor(Card(ValueError("y")).charge, actor_name="second")
+
+        def order(flow: Flow) -> Any:
+            # Both have been given up when this walk comes to them: the first is parked, the second ends the run.
+            return flow.parallel(flow.action(first).retry_on_signal("top-up"), flow.action(second)).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.deliver(bench.take())
+    deliveries = [bench.deliver(bench.take()), bench.deliver(bench.take())]
+    now = bench.engine.now()
+    for delivery in deliveries:  # as after two outcomes that were recorded alone
+        bench.store.write(
+            lambda tx, delivery=delivery: tx.run(
+                "UPDATE {action_runs} SET given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ?",
+                (now, run_id, delivery.job.sequence),
+            )
+        )
+    bench.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET wakes = wakes + 1 WHERE id = ?", (run_id,)))
+    bench.deliver(Outgoing("drive", run_id, "order", "default"))
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "cancelled"), ("second", "failed")]
+    assert bench.all("SELECT status FROM {waits} WHERE run_id = ?", run_id) == [("cancelled",)]
+    assert bench.one("SELECT 1 FROM {action_runs} WHERE run_id = ? AND ended_at IS NULL", run_id) is None
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+def fleet(card: Card, **options: Any) -> Declare:
+    """A parent whose child fails as the card says."""
+
+    def declare(bench: Bench) -> None:
+        charge = bench.actor(card.charge, actor_name="charge")
+
+        def payment(flow: Flow) -> Any:
+            return flow.run(charge)
+
+        paying = bench.workflow(payment)
+
+        def order(flow: Flow) -> Any:
+            return flow.child(paying).retry_on_signal("top-up", **options).run()
+
+        bench.workflow(order)
+
+    return declare
+
+
+def link(bench: Bench, run_id: str) -> tuple[Any, ...]:
+    row = bench.one("SELECT status, cycle, child_id FROM {children} WHERE run_id = ? AND sequence = 1", run_id)
+    assert row is not None
+    return row
+
+
+@pytest.mark.parametrize(
+    ("only", "waits"), [(Declined, True), (StepFailedError, True), (ChildFailedError, True), (KeyError, False)]
+)
+def test_a_child_is_judged_by_what_was_behind_its_failure(bench_on: MakeBench, only: Any, waits: bool) -> None:
+    """RSIG-4, RSIG-3: the error of the step that failed in it counts, by its recorded names."""
+    bench = bench_on(fleet(Card(Overdrawn("x")), only=only))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.status(run_id) == ("waiting" if waits else "failed")
+    assert link(bench, run_id)[0] == ("awaiting_retry" if waits else "failed")
+
+
+def test_when_is_told_which_child_failed(bench_on: MakeBench) -> None:
+    """RSIG-4: its run, its workflow, and how often it was started; the signal starts another run in its place."""
+    asked: list[RetryContext] = []
+
+    def when(context: RetryContext) -> bool:
+        asked.append(context)
+        return True
+
+    bench = bench_on(fleet(Card(Declined("a"), Declined("b")), max_retries=1, when=when))
+    run_id = bench.start("order")
+    bench.run()
+    _, _, first = link(bench, run_id)
+    assert answer_all(bench, run_id) == 1
+    bench.run()
+    status, cycle, second = link(bench, run_id)
+    assert (status, cycle, bench.status(run_id)) == ("failed", 1, "failed")
+    assert first != second
+    [context] = asked  # the second failure had no budget left to ask about
+    assert (context.actor_name, context.child_run_id, context.executions, context.cycles_spent) == ("payment", first, 1, 0)
+    assert isinstance(context.failure, ChildFailedError)
+    assert context.failure.child_id == first
+
+
+def test_a_predicate_of_a_child_that_raises_is_journalled_as_the_childs(bench_here: MakeBench) -> None:
+    """RSIG-3, RSIG-4, ANOM-1."""
+
+    def breaks(context: RetryContext) -> bool:
+        raise LookupError("no such account")
+
+    bench = bench_here(fleet(Card(Declined("x")), when=breaks))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    [(_, fields)] = [line for line in bench.anomalies.lines if line[0] == "retry_policy_threw"]
+    assert (fields["row"], fields["sequence"], fields["actor"]) == ("child", 1, "payment")

@@ -233,14 +233,27 @@ class Runs(RuleBasedStateMachine):
 
     number = st.integers(0, 11)
 
-    @initialize(number=number, progress=st.integers(0, 4), ends=st.booleans())
-    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool) -> None:
-        """So that the middle of a run, and of a rollback, is not reached only by luck."""
+    @initialize(number=number, progress=st.integers(0, 4), ends=st.booleans(), parks=st.sampled_from([False, False, True]))
+    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool, parks: bool) -> None:
+        """So that the middle of a run, of a rollback and of a retry is not reached only by luck."""
+        if parks:
+            self.a_step_is_parked(number)
+            return
         self.somebody_starts_a_run(number)
         for _ in range(1 + progress):
             self.things_go_well(number, 0)
         if ends and progress:
             self.somebody_ends_a_run(number, 0, True)
+
+    def a_step_is_parked(self, number: int) -> None:
+        self.runs.append(self.worker(number).start("patient", "Ada", run_id="run 1"))
+        self.collect()
+        for _ in range(2):
+            self.things_go_well(number, 0)
+        self.a_message_is_delivered(number, 0, number % 3 == 0)
+        self.a_body_fails(0)
+        self.dramatiq_gives_up(0)
+        assert self.workers[0].step("run 1", 2) == ("awaiting_retry", 1)
 
     @precondition(lambda self: len(self.runs) < 2)
     @rule(number=number)
@@ -543,8 +556,8 @@ class Runs(RuleBasedStateMachine):
             self.clock.advance(700)
             sweep(worker.engine, worker.sender)
             self.collect()
-            for run in self.runs:  # of what is parked, nobody but a person knows
-                self.somebody_signals_a_run(0, self.runs.index(run), False)
+            for number in range(len(self.runs)):  # of what is parked, nobody but a person knows
+                self.somebody_signals_a_run(0, number, True)
             for _ in range(200):
                 if not self.letters:
                     break

@@ -422,7 +422,9 @@ class Runner:
         if claim.job.kind == "step":
             fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
         else:
-            undoing.settle(self.engine, replace(undoing.failed(claim, text), exception=error), self.sender, delivery.message)
+            failed = replace(undoing.failed(claim, text), exception=error)
+            if not undoing.settle(self.engine, failed, self.sender, delivery.message):
+                _count_not(delivery)
         delivery.state = "done"
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:

@@ -263,7 +263,7 @@ class Operator:
     def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:
         """A run, and its steps that have done their work or are at it: what a cancel would leave standing."""
         report = self.show_run(run_id)
-        return report, [step for step in report.steps if step.row.status in ("completed", "running")]
+        return report, [step for step in report.steps if step.row.status in ("completed", "running") or step.did_its_work]
 
     def cancel(self, run_id: str, *, reason: str | None = None) -> Cancelled:
         """End a run and leave its work as it is.

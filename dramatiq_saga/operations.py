@@ -157,11 +157,17 @@ class Operator:
         workflow: str | None = None,
         status: Iterable[str] = (),
         tags: Mapping[str, str] | None = None,
+        awaiting_signal: str | None = None,
+        awaiting_retry_signal: str | None = None,
+        signalable: bool | None = None,
         limit: int = 50,
     ) -> list[RunLine]:
-        """The newest runs, narrowed. Raises ValueError for a status that there is not."""
+        """The newest runs, narrowed as by :func:`~dramatiq_saga.query`. Raises ValueError for what cannot be meant."""
         self._require_tables()
-        conditions = read_conditions(workflow=workflow, status=list(status) or None, tags=tags or None, limit=limit)
+        conditions = read_conditions(
+            workflow=workflow, status=list(status) or None, tags=tags or None, awaiting_signal=awaiting_signal,
+            awaiting_retry_signal=awaiting_retry_signal, signalable=signalable, limit=limit,
+        )  # fmt: skip
         rows = list(FlowQuery(cast("Broker", self.broker), **conditions).rows(self.store, _LISTED))
         found = self.store.read(lambda tx: _tags_of(tx, [row[0] for row in rows]))
         return [RunLine(*(*row, found.get(row[0], {}))) for row in rows]

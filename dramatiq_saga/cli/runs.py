@@ -48,6 +48,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once"
     )
+    listing.add_argument("--awaiting-signal", metavar="NAME", help="runs that wait for a signal of that name")
+    listing.add_argument(
+        "--awaiting-retry-signal", metavar="NAME", help="runs with a failed step that waits for a signal of that name"
+    )
+    listing.add_argument(
+        "--signalable", action="store_true", default=None, help="runs that take signals: neither ended nor rolling back"
+    )
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
@@ -171,10 +178,17 @@ def _signal_of(step: StepReport) -> str:
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
-    runs = operator.list_runs(workflow=options.workflow, status=options.status, tags=dict(options.tag), limit=options.limit)
+    try:
+        runs = operator.list_runs(
+            workflow=options.workflow, status=options.status, tags=dict(options.tag), awaiting_signal=options.awaiting_signal,
+            awaiting_retry_signal=options.awaiting_retry_signal, signalable=options.signalable, limit=options.limit,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     now = operator.store.clock.now()
     if not runs:
-        narrowed = options.workflow or options.status or options.tag
+        named = options.awaiting_signal or options.awaiting_retry_signal or options.signalable
+        narrowed = options.workflow or options.status or options.tag or named
         return Answer([], ["no runs match" if narrowed else "there are no runs"])
     rows = [
         (

@@ -157,7 +157,7 @@ def write(
             tx.run(children.RESOLVE, params)
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
-    if decision.kind != "suspended" and (_revives(decision) or any(entry.is_live for entry in entries or snapshot.entries)):
+    if decision.kind != "suspended" and any(entry.is_live for entry in entries or snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
     if family is not None:
         family.close(tx, engine, workflow=snapshot.workflow, now=now, undone=True)
@@ -166,11 +166,6 @@ def write(
                 tx, engine, decision.kind, workflow=snapshot.workflow, now=now, result=decision.result, error=decision.error
             )
     return True
-
-
-def _revives(decision: Decision) -> bool:
-    """Whether it has parked something or had it run again, which the history before it held for settled."""
-    return decision.more is not None and bool(decision.more.parks or decision.more.retries)
 
 
 def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: int, sent_at: int | None) -> None:

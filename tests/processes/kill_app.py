@@ -249,7 +249,14 @@ class Shop:
         def interrupted(flow: Any, order: str) -> str:
             return str(flow.run(told, order))
 
+        pay = dramatiq.actor(self._pay, broker=self.broker, actor_name="pay", max_retries=0)
+
+        def patient(flow: Any, order: str) -> str:
+            """Its step fails until somebody has topped up, and waits to be told."""
+            return str(flow.action(pay, order).retry_on_signal("top-up").run())
+
         self.checkout = workflow(broker=self.broker)(checkout)
+        self.patient = workflow(broker=self.broker)(patient)
         self.tour = workflow(broker=self.broker)(tour)
         self.convoy = workflow(broker=self.broker)(convoy)
         self.single = workflow(broker=self.broker)(single)
@@ -267,6 +274,14 @@ class Shop:
 
         body.__name__ = name
         return body
+
+    def _pay(self, order: str) -> str:
+        self._begin("pay", order)
+        if self.killer is not None:
+            self.killer.here("in body", "pay")
+        if not EffectLog.from_env().count("topped up"):
+            raise ValueError("no money")
+        return f"paid {order}"
 
     def _begin(self, name: str, order: str) -> None:
         step = current_step()

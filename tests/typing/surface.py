@@ -18,6 +18,7 @@ from dramatiq_saga import (
     Flow,
     FlowHandle,
     FlowQuery,
+    RetryPolicy,
     Settings,
     Step,
     Workflow,
@@ -96,6 +97,19 @@ def options_keep_the_type(flow: Flow) -> None:
     )
     assert_type(built.run(), int)
     flow.action(count, "a").expires_in("soon")  # type: ignore[arg-type]
+
+
+def retried_steps(flow: Flow) -> None:
+    assert_type(flow.action(count, "a").retry_on_signal("go", max_retries=1, only=ValueError).run(), int)
+    policy = RetryPolicy(
+        "go", wait_seconds=timedelta(days=3), only=[ValueError, KeyError], when=lambda context: context.cap is None
+    )
+    assert_type(flow.optional_action(count, "a").retry_on_signal(policy).run(), int | None)
+    assert_type(flow.action(count, "a").retry_on_signal(policy).fallback_value_on_fail("none").run(), int | str)
+
+    flow.action(count, "a").retry_on_signal("go", only=int)  # type: ignore[arg-type]
+    flow.action(count, "a").retry_on_signal("go", when=lambda: True)  # type: ignore[arg-type, misc]
+    RetryPolicy("go", max_retries="1")  # type: ignore[arg-type]
 
 
 def optional_steps(flow: Flow) -> None:

@@ -1016,6 +1016,21 @@ def test_show_says_which_signal_a_parked_step_waits_for_and_what_it_has_spent(sh
     assert shop("show", run.id, "--json").value["steps"][0]["retry_on_signal"]["over"] == "spent"
 
 
+def test_list_finds_runs_by_the_signal_that_they_wait_for(shop: Shop) -> None:
+    """RSIG-1, API query(awaiting_signal, awaiting_retry_signal, signalable)."""
+    run = parked(shop)
+    other = shop.start()
+    assert [line["run_id"] for line in shop("list", "--awaiting-retry-signal", "paper", "--json").value] == [run.id]
+    assert shop("list", "--awaiting-retry-signal", "ink").out == "no runs match\n"
+    assert shop("list", "--awaiting-signal", "paper").out == "no runs match\n"
+    assert {line["run_id"] for line in shop("list", "--signalable", "--json").value} == {run.id, other.id}
+    run.cancel()
+    assert [line["run_id"] for line in shop("list", "--signalable", "--json").value] == [other.id]
+    refused = shop("list", "--awaiting-signal", "")
+    assert refused.status == 1
+    assert "a signal's name has between 1 and 191 characters" in refused.err
+
+
 def test_signal_retry_runs_again_what_is_parked_and_says_what(shop: Shop) -> None:
     """RSIG-1: without the signal's name; refused, with the reason, where nothing is parked."""
     run = parked(shop)

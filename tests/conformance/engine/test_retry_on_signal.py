@@ -741,3 +741,157 @@ def test_a_listener_hears_of_a_signal_that_was_there_before_the_park(lite: Appli
     finally:
         events.unsubscribe(hear)
     assert heard == [("signal.consumed", {"amount": 3}), ("action.retried", "top-up")]
+
+
+# --- in parallel blocks and groups ------------------------------------------------------------------------------------
+
+
+def block(*members: tuple[str, Card, str | None], wait_all: bool = False) -> Declare:
+    """A parallel block of charges: name, card, and the signal that one waits for."""
+
+    def declare(bench: Bench) -> None:
+        actors = {name: bench.actor(card.charge, actor_name=name) for name, card, _ in members}
+        refund = bench.actor(lambda: None, actor_name="refund")
+
+        def order(flow: Flow) -> Any:
+            steps: list[Any] = []
+            for name, _, waits_for in members:
+                step: Any = flow.action(actors[name]).compensate_with(refund)
+                steps.append(step if waits_for is None else step.retry_on_signal(waits_for))
+            together = flow.parallel(*steps)
+            return (together.wait_all_then_fail() if wait_all else together.fail_fast()).run()
+
+        bench.workflow(order, name="order")
+
+    return declare
+
+
+def test_a_member_of_a_block_is_parked_while_the_others_go_on(bench_on: MakeBench) -> None:
+    """PAR-4, RSIG-1: the run waits outside once only parked members are left; results come in the order of declaration."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(), None), ("third", Card(), None)))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "completed"), ("third", "completed")]
+    assert bench.status(run_id) == "waiting"
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "completed"
+    assert bench.one("SELECT result FROM {flow_runs} WHERE id = ?", run_id) == (b'["charged","charged","charged"]',)
+
+
+def test_members_that_wait_for_one_signal_take_one_each(bench_on: MakeBench) -> None:
+    """RSIG-1, SIG-1: the one that was parked first runs first; signal_retry runs all of them."""
+    cards = [Card(Declined("x")) for _ in range(3)]
+    bench = bench_on(block(*((f"card-{number}", card, "top-up") for number, card in enumerate(cards))))
+    run_id = bench.start("order")
+    bench.run()
+    signal(bench, run_id)
+    bench.run()
+    assert [status for _, status in bench.steps(run_id)] == ["completed", "awaiting_retry", "awaiting_retry"]
+    assert answer_all(bench, run_id) == 2
+    bench.run()
+    assert bench.status(run_id) == "completed"
+
+
+def test_a_block_that_fails_fast_cancels_what_is_parked(bench_on: MakeBench) -> None:
+    """PAR-4, RSIG-2: with its wait, so that no signal is lost in it."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(ValueError("y")), None)))
+    run_id = bench.start("order")
+    bench.deliver(bench.take())
+    bench.runner.give_up(bench.deliver(bench.take()))
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "pending")]
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "cancelled"), ("second", "failed")]
+    assert bench.all("SELECT status FROM {waits} WHERE run_id = ?", run_id) == [("cancelled",)]
+
+
+def test_a_block_that_waits_for_all_waits_for_what_is_parked(bench_on: MakeBench) -> None:
+    """PAR-4: every member settles first, by its signal too; then the failure counts and what was done is undone."""
+    bench = bench_on(block(("first", Card(Declined("x")), "top-up"), ("second", Card(ValueError("y")), None), wait_all=True))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry"), ("second", "failed")]
+    assert bench.status(run_id) == "waiting"
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "completed"), ("second", "failed")]
+    assert bench.undos(run_id) == [("refund", "completed")]
+
+
+def test_a_parked_member_gives_its_place_to_one_that_is_held_back(bench_on: MakeBench) -> None:
+    """PAR-1, RSIG-1: max_in_flight counts what is at work; one that waits for weeks holds nobody up."""
+
+    def declare(bench: Bench) -> None:
+        actors = [
+            bench.actor(card.charge, actor_name=f"card-{n}") for n, card in enumerate((Card(Declined("x")), Card(), Card()))
+        ]
+
+        def order(flow: Flow) -> Any:
+            return flow.parallel(*(flow.action(actor).retry_on_signal("top-up") for actor in actors)).max_in_flight(1).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.run()
+    assert [status for _, status in bench.steps(run_id)] == ["awaiting_retry", "completed", "completed"]
+    signal(bench, run_id)
+    bench.run()
+    assert bench.status(run_id) == "completed"
+
+
+def test_a_member_of_a_saga_group_is_parked_like_any_step(bench_on: MakeBench) -> None:
+    """RSIG-1, COMP-5: the group goes on behind it once the signal has come."""
+
+    def declare(bench: Bench) -> None:
+        first = bench.actor(Card(Declined("x")).charge, actor_name="first")
+        second = bench.actor(Card().charge, actor_name="second")
+
+        def order(flow: Flow) -> Any:
+            return flow.saga(flow.action(first).retry_on_signal("top-up"), flow.action(second)).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.steps(run_id) == [("first", "awaiting_retry")]
+    signal(bench, run_id)
+    bench.run()
+    assert (bench.status(run_id), bench.steps(run_id)) == ("completed", [("first", "completed"), ("second", "completed")])
+
+
+def test_a_run_that_fails_beside_a_step_that_has_just_been_parked_leaves_nothing_open(bench_on: MakeBench) -> None:
+    """STATUS-2, PAR-4: one walk finds both given up; it parks the one and, for the other, cancels it again."""
+
+    def declare(bench: Bench) -> None:
+        first = bench.actor(Card(Declined("x")).charge, actor_name="first")
+        second = bench.actor(Card(ValueError("y")).charge, actor_name="second")
+
+        def order(flow: Flow) -> Any:
+            # Both have been given up when this walk comes to them: the first is parked, the second ends the run.
+            return flow.parallel(flow.action(first).retry_on_signal("top-up"), flow.action(second)).run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.deliver(bench.take())
+    deliveries = [bench.deliver(bench.take()), bench.deliver(bench.take())]
+    now = bench.engine.now()
+    for delivery in deliveries:  # as after two outcomes that were recorded alone
+        bench.store.write(
+            lambda tx, delivery=delivery: tx.run(
+                "UPDATE {action_runs} SET given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ?",
+                (now, run_id, delivery.job.sequence),
+            )
+        )
+    bench.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET wakes = wakes + 1 WHERE id = ?", (run_id,)))
+    bench.deliver(Outgoing("drive", run_id, "order", "default"))
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    assert bench.steps(run_id) == [("first", "cancelled"), ("second", "failed")]
+    assert bench.all("SELECT status FROM {waits} WHERE run_id = ?", run_id) == [("cancelled",)]
+    assert bench.one("SELECT 1 FROM {action_runs} WHERE run_id = ? AND ended_at IS NULL", run_id) is None

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from configparser import ConfigParser
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,13 @@ from dramatiq_saga import (
     workflow,
 )
 from dramatiq_saga.brokers import SQLiteBroker
-from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError, SendInsideWorkflowError
+from dramatiq_saga.errors import (
+    BuilderNotRunError,
+    ChildFailedError,
+    HistoryMismatchError,
+    SendInsideWorkflowError,
+    SignalTimeoutError,
+)
 from dramatiq_saga.testing import SagaTester, load_history, record_history, replay_history
 from tests.support.pages import ROOT
 from tests.support.waiting import eventually
@@ -380,6 +387,67 @@ def test_a_delayed_start_waits_for_its_time(shop: Shop, saga: SagaTester) -> Non
     assert run.status == "completed"
 
 
+def test_timers_and_deadlines_follow_the_clock(shop: Shop, saga: SagaTester) -> None:
+    """TIMER-1, EXPIRE-1: each at its own moment, and the months between cost nothing."""
+    moments: list[timedelta] = []
+    start = saga.now
+
+    def refund(charge: str) -> None:
+        moments.append(saga.now - start)
+
+    @workflow(broker=shop.broker, expires_in=timedelta(days=90))
+    def patient(flow: Flow) -> None:
+        flow.action(shop.charge_card, "1").compensate_with(shop.refund_card, "1").run()
+        flow.sleep(timedelta(days=30))
+        with suppress(SignalTimeoutError):
+            flow.await_signal("go", wait_seconds=timedelta(days=30))
+        moments.append(flow.now() - start)
+        flow.await_signal("never")
+
+    saga.replace(shop.refund_card, refund)
+    run = saga.start(patient)
+    saga.drain()
+    assert saga.waiting == [
+        f"run {run.id} waits at 2 for a timer due in 30 days, 0:00:00", f"run {run.id} expires in 90 days, 0:00:00",
+    ]  # fmt: skip
+    saga.advance(timedelta(days=365))
+    assert [moment.days for moment in moments] == [60, 90]
+    assert (run.status, run.rollback) == ("expired", "done")
+
+
+def test_a_signal_is_sent_and_drained(shop: Shop, saga: SagaTester) -> None:
+    """SIG-1."""
+
+    @workflow(broker=shop.broker)
+    def asking(flow: Flow) -> Any:
+        return flow.await_signal("answer")
+
+    run = saga.start(asking)
+    saga.drain()
+    assert saga.waiting == [f"run {run.id} waits at 1 for signal 'answer'"]
+    run.signal("answer", {"yes": True})
+    saga.drain()
+    assert run.result() == {"yes": True}
+
+
+def test_the_original_exception_is_found_through_children(shop: Shop, saga: SagaTester) -> None:
+    """CHILD-1: what failed in the child's step is behind the error that the parent's function saw."""
+
+    @workflow(broker=shop.broker)
+    def parent(flow: Flow) -> str:
+        return flow.child(shop.checkout, "nowhere").run()
+
+    run = saga.start(parent)
+    saga.drain()
+    with pytest.raises(FlowFailedError) as failed:
+        run.result()
+    chain: list[BaseException] = [failed.value]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    assert [type(error) for error in chain] == [FlowFailedError, ChildFailedError, StepFailedError, ValueError]
+    assert saga.errors == [chain[-1]]
+
+
 def test_waiting_for_a_result_lets_the_test_s_time_pass_and_no_more_of_it_than_needed(shop: Shop, saga: SagaTester) -> None:
     saga.replace(shop.charge_card, Mock(side_effect=[ConnectionError(), {"id": "second"}]))
     start = saga.now
@@ -571,6 +639,42 @@ def test_a_result_that_changes_from_replay_to_replay_is_found(shop: Shop, saga: 
     saga.replay_every_step()
     saga.start(counting)
     with pytest.raises(HistoryMismatchError, match="recorded is the result 0, the code asks for the result 1"):
+        saga.drain()
+
+
+@pytest.mark.parametrize(
+    ("asks", "complaint"),
+    [
+        (lambda flow, shop, number: flow.sleep(number), "recorded is timer until .*, the code asks for timer until"),
+        (
+            lambda flow, shop, number: flow.await_signal(f"go {number}"),
+            "wait for signal 'go 0', the code asks for wait for signal 'go 1'",
+        ),
+        (lambda flow, shop, number: flow.child(shop.checkout, f"{number}").run(), r"child 'checkout' with \[\[\"0\"\],\{\}\]"),
+        (
+            lambda flow, shop, number: flow.parallel(*[flow.action(shop.ship_order, str(n)) for n in range(number + 1)]).run(),
+            "recorded is parallel block of 1, the code asks for parallel block of 2",
+        ),
+        (
+            lambda flow, shop, number: flow.action(shop.ship_order, "1").compensate_with(shop.refund_card, f"{number}").run(),
+            r"undone by 'refund_card' with \[\[\"0\"\],\{\}\], the code asks for .*\[\[\"2\"\]",
+        ),
+    ],
+    ids=["timer", "signal", "child", "parallel", "compensation"],
+)
+def test_no_request_may_change_from_replay_to_replay(
+    shop: Shop, saga: SagaTester, asks: Callable[..., Any], complaint: str
+) -> None:
+    """HISTORY-1."""
+    numbers = iter(range(100))
+
+    @workflow(broker=shop.broker)
+    def counting(flow: Flow) -> None:
+        asks(flow, shop, next(numbers))
+
+    saga.replay_every_step()
+    saga.start(counting)
+    with pytest.raises(HistoryMismatchError, match=complaint):
         saga.drain()
 
 

@@ -50,6 +50,7 @@ from dramatiq_saga.errors import (
     HistoryMismatchError,
     SendInsideWorkflowError,
     SignalTimeoutError,
+    UnknownActorError,
 )
 from dramatiq_saga.testing import SagaTester, load_history, record_history, replay_history
 from tests.support.pages import ROOT
@@ -567,6 +568,23 @@ def test_an_ordinary_message_that_is_given_up_fails_the_test(shop: Shop, saga: S
     """C61: nothing swallows it, since no handle would show it."""
     shop.ship_order.send("nowhere")
     with pytest.raises(ValueError, match="no such address"):
+        saga.drain()
+
+
+def test_an_actor_of_another_broker_fails_the_test(shop: Shop, saga: SagaTester) -> None:
+    """NATIVE-3: a worker would wait for one that knows it."""
+
+    @dramatiq.actor(broker=StubBroker())
+    def elsewhere() -> None: ...
+
+    @workflow(broker=shop.broker)
+    def lost(flow: Flow) -> None:
+        flow.run(elsewhere)
+
+    saga.start(lost)
+    with pytest.raises(
+        UnknownActorError, match=r"'elsewhere', and no actor .* on the broker of the application \(SQLiteBroker\)"
+    ):
         saga.drain()
 
 

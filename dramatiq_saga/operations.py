@@ -72,6 +72,16 @@ class RunLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Parked:
+    """A step or child that waited for a signal to be run again (RSIG-1). ``kind`` is ``step`` or ``child``."""
+
+    kind: str
+    sequence: int
+    name: str
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The answer to a cancel.
 
@@ -295,15 +305,25 @@ class Operator:
         self._handle(run_id, "signal").signal(name, payload, key=key)
         return self.show_run(run_id)
 
-    def signal_retry(self, run_id: str) -> list[StepReport]:
-        """Run again what of a run is parked for a signal; the steps that were parked, as they were.
+    def signal_retry(self, run_id: str) -> list[Parked]:
+        """Run again what of a run is parked for a signal; what was parked, as it was.
 
         Raises what :meth:`FlowHandle.signal_retry` raises.
         """
         handle = self._handle(run_id, "signal-retry")
-        parked = [step for step in self.show_run(run_id).steps if step.retry is not None and step.retry.waiting]
+        report = self.show_run(run_id)
+        parked = [
+            Parked("step", step.row.sequence, step.row.actor, step.retry.signal)
+            for step in report.steps
+            if step.retry is not None and step.retry.waiting
+        ]
+        parked += [
+            Parked(entry.kind, entry.sequence, entry.name or "", entry.retry.signal)
+            for entry in report.entries
+            if entry.retry is not None and entry.retry.waiting
+        ]
         handle.signal_retry()
-        return parked
+        return sorted(parked, key=lambda one: one.sequence)
 
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""

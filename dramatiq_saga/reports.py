@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
-from .engine.retry_on_signal import Stored
-from .report_entries import EntryReport, WaitingSignal, read_entries, read_signals
+from .report_entries import EntryReport, RetryReport, WaitingSignal, read_entries, read_parked, read_signals, retry_report
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _COMPENSATIONS = (
     f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts'))} FROM {{compensation_runs}} "
     "WHERE run_id = ? ORDER BY level, sequence DESC"
 )
-_RETRY_WAITS = "SELECT sequence, due_at FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting'"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
 
@@ -52,27 +50,6 @@ class NextTry:
     number: int
     of: int | None
     at: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RetryReport:
-    """How a step's retries on signal stand: ``spent`` signals of ``cap`` (``None``: no limit) have run it again (RSIG-3).
-
-    ``waiting``: it is parked, until ``due_at`` where there is a deadline. ``over`` says why no signal will run it again.
-    """
-
-    signal: str
-    spent: int
-    cap: int | None
-    waiting: bool
-    due_at: int | None
-    over: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "signal": self.signal, "spent": self.spent, "cap": self.cap, "waiting": self.waiting, "due_at": to_iso(self.due_at),
-            "over": self.over,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +221,12 @@ def read_run(
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
         undone[sequence] = replace(undo, beside=beside) if beside else undo
     steps = []
-    parked = dict(tx.all(_RETRY_WAITS, (run_id,)))
+    parked = read_parked(tx, run_id)
     for row in tx.all(_STEPS, (run_id,)):
         *columns, options, comp_actor, from_result, repairs, policy = row
         step = ActionView(*_plain(columns))
         undo_by = comp_actor or (FROM_RESULT if from_result else None)
-        retry = None if policy is None else _retry(step, policy, parked)
+        retry = retry_report(policy, step.sequence, step.cycle, parked)
         steps.append(
             StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry)
         )
@@ -266,12 +243,6 @@ def readable(data: bytes, limit: int) -> str:
         with suppress(ValueError, RecursionError):
             data = json.dumps(json.loads(data), ensure_ascii=False, separators=(",", ":")).encode()
     return preview(data, limit)
-
-
-def _retry(step: ActionView, policy: str, parked: dict[int, int | None]) -> RetryReport:
-    stored = Stored.read(policy)
-    waiting = step.sequence in parked
-    return RetryReport(stored.signal, step.cycle, stored.max_retries, waiting, parked.get(step.sequence), stored.over)
 
 
 def _plain(columns: list[Any]) -> list[Any]:

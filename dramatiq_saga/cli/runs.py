@@ -70,7 +70,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
     again = commands.add_parser(
         "signal-retry", parents=[common], help="run again what is parked",
-        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+        description="Run again every step and child of a run that has failed and waits for a signal, each by a signal of that name.",
     )  # fmt: skip
     again.add_argument("run_id", metavar="RUN")
     again.set_defaults(run=_signal_retry)
@@ -166,15 +166,11 @@ def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
     parked = operator.signal_retry(options.run_id)
     value = {
         "run_id": options.run_id,
-        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+        "retried": [{"kind": one.kind, "sequence": one.sequence, "name": one.name, "signal": one.signal} for one in parked],
     }
     lines = [f"run {cell(options.run_id)}: what was parked runs again"]
-    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    lines += [f"  {one.kind} {one.sequence} ({cell(one.name)}), by signal {cell(one.signal)}" for one in parked]
     return Answer(value, lines)
-
-
-def _signal_of(step: StepReport) -> str:
-    return step.retry.signal if step.retry is not None else ""
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..operations import Operator
-from ..report_entries import EntryReport
-from ..reports import CompensationReport, RetryReport, RunReport, StepReport
+from ..report_entries import EntryReport, RetryReport
+from ..reports import CompensationReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Members of a parallel block that are shown one by one; of a larger one, those that have something to say.
@@ -199,6 +199,8 @@ def _entry(entry: EntryReport, now: int) -> str:
         return "passed: this run goes the new way"
     if entry.status == "recorded":
         return f"recorded at {moment(entry.created_at)}"
+    if entry.retry is not None and entry.retry.waiting:
+        return f"{entry.status.replace('_', ' ')}: {_parked(entry.retry, now)}"
     if entry.status == "waiting":
         until = "" if entry.due_at is None else f" until {moment(entry.due_at)} ({relative(entry.due_at, now)})"
         return f"waits{until}"
@@ -215,6 +217,7 @@ def _entry_details(entry: EntryReport) -> Iterator[str]:
         yield f"run {cell(entry.child_id)}"
     if entry.error is not None:
         yield error_line(entry.error)
+    yield from _retries(entry.retry)
     if entry.max_in_flight is not None:
         yield f"at most {entry.max_in_flight} at a time"
     if entry.failed_by is not None:
@@ -261,6 +264,14 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
     return f"{status}{_ended(row)}{doubt}"
 
 
+def _retries(retry: RetryReport | None) -> Iterator[str]:
+    """What its retries on signal have come to."""
+    if retry is not None and retry.over is not None:
+        yield f"not run again by signal {cell(retry.signal)}: {_OVER.get(retry.over, retry.over)}"
+    elif retry is not None and retry.spent and not retry.waiting:
+        yield f"run again by signal {cell(retry.signal)} {times(retry.spent, 'time', 'times')}"
+
+
 def _parked(retry: RetryReport, now: int) -> str:
     used = f"{retry.spent} of {retry.cap}" if retry.cap is not None else str(retry.spent)
     until = "" if retry.due_at is None else f" until {moment(retry.due_at)} ({relative(retry.due_at, now)})"
@@ -300,10 +311,7 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     row = step.row
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
-    if step.retry is not None and step.retry.over is not None:
-        yield f"not run again by signal {cell(step.retry.signal)}: {_OVER.get(step.retry.over, step.retry.over)}"
-    elif step.retry is not None and step.retry.spent and row.status != "awaiting_retry":
-        yield f"run again by signal {cell(step.retry.signal)} {times(step.retry.spent, 'time', 'times')}"
+    yield from _retries(step.retry)
     if row.status == "running" and row.worker_id:
         yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
     result = report.payload(row.stored_result)

@@ -67,7 +67,17 @@ def declare(bench: Bench) -> None:
         flow.run(notify, who)
         return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
 
+    def convoy(flow: Any, who: str) -> str:
+        """Three steps side by side, two at a time; the first failure cancels what has not begun."""
+        flow.parallel(
+            flow.action(book, who).compensate_with(unbook, who),
+            flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)),
+            flow.action(notify, who),
+        ).max_in_flight(2).run()
+        return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
+
     bench.workflow(trip)
+    bench.workflow(convoy)
 
 
 def _body(name: str) -> Any:
@@ -105,7 +115,7 @@ class World:
     def begin_anew(self) -> None:
         """As if nothing had ever been played: a game has to come out the same when it is repeated."""
         self.clock._now = 1_700_000_000_000
-        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags")
+        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags", "blocks")
         self.workers[0].store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in tables])
         for worker in self.workers:
             worker._faults.clear()
@@ -136,6 +146,7 @@ class Runs(RuleBasedStateMachine):
         self.runs: list[str] = []
         self.letters: list[MessageProxy] = []  # on their way
         self.working: list[tuple[Bench, Delivery, Claim]] = []  # bodies that have begun and not reported
+        self.callbacks: list[MessageProxy] = []  # what Dramatiq would send once it has counted a group's members
         self.failed: list[tuple[Bench, Delivery]] = []  # failures that Dramatiq has not decided about
         self.seen: dict[tuple[str, str, int], tuple[Any, ...]] = {}  # rows that may not change any more
         self.revisions: dict[str, int] = {}
@@ -151,7 +162,10 @@ class Runs(RuleBasedStateMachine):
         """What has been sent is on its way now."""
         for worker in self.workers:
             while worker.sender.queue:
-                self.letters.append(worker.message(worker.sender.queue.popleft()))
+                outgoing = worker.sender.queue.popleft()
+                self.letters.append(worker.message(outgoing))
+                if outgoing.group is not None:
+                    self.callbacks.append(worker.callback(outgoing))
 
     def send(self, letter: MessageProxy) -> None:
         self.letters.append(letter)
@@ -207,7 +221,8 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: len(self.runs) < 2)
     @rule(number=number)
     def somebody_starts_a_run(self, number: int) -> None:
-        self.runs.append(self.worker(number).start("trip", "Ada", run_id=f"run {len(self.runs) + 1}"))
+        workflow = ("trip", "convoy")[number // 2 % 2]
+        self.runs.append(self.worker(number).start(workflow, "Ada", run_id=f"run {len(self.runs) + 1}"))
         self.collect()
 
     @precondition(lambda self: self.letters)
@@ -227,11 +242,17 @@ class Runs(RuleBasedStateMachine):
         worker, letter = self.worker(number), self.pick(self.letters, which)
         if not again:
             self.letters.remove(letter)
-        if letter.options["saga"]["kind"] == "drive":
+        if letter.options["saga"]["kind"] in ("drive", "callback"):
             worker.runner.drive(Delivery(letter))
         else:
             self.claim(worker, letter)
         self.collect()
+
+    @precondition(lambda self: self.callbacks)
+    @rule(which=number)
+    def a_group_calls_back(self, which: int) -> None:
+        """Early, late, or again: the count is not believed."""
+        self.send(self.pick(self.callbacks, which))
 
     @precondition(lambda self: self.letters)
     @rule(which=number)
@@ -280,7 +301,20 @@ class Runs(RuleBasedStateMachine):
         number=number,
         which=number,
         write=st.sampled_from(
-            ["claim", "outcome and decision", "outcome", "decision", "side effect", "plan", "cancel", "undo outcome", "advance"]
+            [
+                *(
+                    "claim",
+                    "outcome and decision",
+                    "outcome",
+                    "decision",
+                    "side effect",
+                    "plan",
+                    "cancel",
+                    "undo outcome",
+                    "advance",
+                ),
+                *("member outcome", "failed try", "callback"),
+            ]
         ),
         by=st.sampled_from(["a message", "a message", "a body", "an operator"]),
     )

@@ -6,9 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+from dramatiq.middleware import TimeLimitExceeded
+from dramatiq.middleware.threading import raise_thread_exception
 
 from dramatiq_saga import Flow, Settings, StepFailedError
+from tests.support import store_faults as f
 from tests.support.application import Application, Applications
+from tests.support.store_faults import Faults
 from tests.support.waiting import DEADLINE, eventually
 
 KINDS = ("sqlite", "postgresql", "mariadb", "redis", "rabbitmq", "stub")
@@ -251,3 +255,33 @@ def test_one_block_after_another(app: Application) -> None:
 
     assert app.run(fan).result() == [8, 16, 24]
     assert Settings().parallel.default_failure_policy == "fail_fast"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
+@pytest.mark.parametrize("trouble", ["interrupted", "refused", "unknown"])
+def test_outcomes_that_meet_trouble_are_recorded_once_and_join_the_block(
+    kind: str, trouble: str, applications: Applications
+) -> None:
+    """C14, FENCE-3, FENCE-5: every member's outcome, the last one's too, is hit by a time limit in the middle of its write, by a
+    store that refuses it, or by a commit that nobody knows about."""
+    app = applications(kind)
+    member, after = app.step("member", gives=1), app.step("after", gives="after")
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        return [sum(flow.parallel(*(flow.action(member, number) for number in range(4))).run()), flow.run(after)]
+
+    faults = Faults(app.store)
+    if trouble == "interrupted":
+        hit = faults.pause(f.COMPLETE, lambda: raise_thread_exception(threading.get_ident(), TimeLimitExceeded), times=4)
+    elif trouble == "refused":
+        hit = faults.refuse(f.COMPLETE, times=4)
+    else:
+        hit = faults.unknown(f.COMPLETE, times=4, landed=True)
+    app.start(threads=1)
+    run = app.run(fan)
+    assert hit.met == 4
+    assert run.result() == [4, "after"]
+    assert sorted(app.calls) == [("after",), ("member", 0), ("member", 1), ("member", 2), ("member", 3)]
+    assert app.types(run).count("action.completed") == 5
+    eventually(lambda: app.messages() == 0)

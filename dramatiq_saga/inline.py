@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
     from .step import Runner
+    from .store.database import Tx
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
 _WOKEN = (
@@ -39,6 +40,10 @@ _OPEN = (
     "SELECT a.sequence, a.actor, a.status, w.name FROM {action_runs} a LEFT JOIN {waits} w ON w.run_id = a.run_id "
     "AND w.sequence = a.sequence AND w.kind = 'retry' AND w.status = 'waiting' "
     "WHERE a.run_id = ? AND a.status IN ('pending', 'running', 'awaiting_retry')"
+)
+_CHILDREN = (
+    "SELECT c.sequence, c.workflow, c.child_id, c.status, f.hold_error FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id "
+    "WHERE c.run_id = ? AND c.ended_at IS NULL ORDER BY c.sequence"
 )
 
 
@@ -77,10 +82,9 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
         return
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
-    steps, waits = engine.store.read(lambda tx: (tx.all(_OPEN, (new.run_id,)), tx.all(_WAITING, (new.run_id,))))
-    open_rows = [_open(*row) for row in steps]
-    open_rows += [f"signal {name!r}" for (name,) in waits]
-    raise WouldBlockError(new.run_id, ", ".join(open_rows) or "something from outside")
+    raise WouldBlockError(
+        new.run_id, engine.store.read(lambda tx: ", ".join(_waited_for(tx, new.run_id)) or "something from outside")
+    )
 
 
 class _Loop:
@@ -137,6 +141,18 @@ class _Loop:
         elif left > 0:
             time.sleep(min(left / 1000, _LOOK_AGAIN))
         return engine.now() >= moment
+
+
+def _waited_for(tx: Tx, run_id: str) -> list[str]:
+    """What a run waits for, in words, down to what its children wait for."""
+    found = [_open(*row) for row in tx.all(_OPEN, (run_id,))]
+    for sequence, workflow, child_id, status, hold in tx.all(_CHILDREN, (run_id,)):
+        if status == "awaiting_retry":
+            found.append(f"a signal to start child {sequence} ({workflow}) again")
+            continue
+        inner = ", ".join(_waited_for(tx, child_id)) or ("code that fits its history" if hold else "something from outside")
+        found.append(f"child {sequence} ({workflow}), which waits for {inner}")
+    return found + [f"signal {name!r}" for (name,) in tx.all(_WAITING, (run_id,))]
 
 
 def _open(sequence: int, actor: str, status: str, signal: str | None) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _RUN_COLUMNS = (
     "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
     "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after",
-    "repair_attempts", "created_at", "started_at", "ended_at",
+    "repair_attempts", "created_at", "started_at", "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")
@@ -112,6 +112,9 @@ class RunReport:
     created_at: int
     started_at: int | None
     ended_at: int | None
+    parent_id: str | None
+    parent_sequence: int | None
+    close_request: str | None
     tags: dict[str, str | None]
     steps: list[StepReport]
     entries: list[EntryReport]  # what stands between the steps
@@ -129,8 +132,8 @@ class RunReport:
             name: getattr(self, name)
             for name in (
                 "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
-                "reason", "hold_error", "hold_count", "unseen_wakes", "expiry_attempts", "repair_attempts",
-                "tags",
+                "reason", "hold_error", "hold_count", "unseen_wakes", "expiry_attempts", "repair_attempts", "parent_id",
+                "parent_sequence", "close_request", "tags",
             )
         }  # fmt: skip
         for name in ("hold_until", "expires_at", "expiry_after", "created_at", "started_at", "ended_at"):

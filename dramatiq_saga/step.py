@@ -521,6 +521,7 @@ class Runner:
             undoing.settle(self.engine, outcome, self.sender, None)
         else:
             undoing.advance(self.engine, job.run_id, self.sender, None)
+        children.send_unsent(self.engine, job.run_id, self.sender)
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""

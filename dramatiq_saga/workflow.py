@@ -127,6 +127,7 @@ class Workflow(Generic[P, R]):
           expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
           context: what travels with this run, in place of what would be captured (CTX-1).
           delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
+          version: recorded on this run instead of the workflow's own (HISTORY-2).
           **options: Dramatiq options for the run's own messages, ``priority`` for example.
 
         Raises:

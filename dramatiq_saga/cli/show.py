@@ -136,6 +136,11 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
     yield "run", cell(report.id)
     yield "workflow", cell(report.workflow) + (f" (version {cell(report.version)})" if report.version else "")
     yield "status", report.status + (f", to end as {report.ends_as}" if report.status == "rolling_back" else "")
+    if report.parent_id is not None:
+        asked = ""
+        if report.close_request is not None and report.ended_at is None:
+            asked = f", which has ended and asks it to end ({cell(report.close_request)})"
+        yield "child of", f"{cell(report.parent_id)}, at its sequence {report.parent_sequence}{asked}"
     yield "created", f"{moment(report.created_at)} ({relative(report.created_at, now)})"
     if report.ended_at is not None:
         yield "ended", f"{moment(report.ended_at)} (took {duration(report.ended_at - report.created_at)})"

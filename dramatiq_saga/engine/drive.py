@@ -69,6 +69,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
         if snapshot.rollback == "running":
             _calm(sender, delivery)
             undoing.advance(engine, run_id, sender, delivery)
+            children.send_unsent(engine, run_id, sender)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
             children.send_unsent(engine, run_id, sender)
@@ -167,7 +168,7 @@ def family_of(engine: Engine, snapshot: Snapshot, decision: Decision, plan: roll
     """Who has to hear of what ``decision`` does to the run beside itself: nobody, while it goes on."""
     if decision.kind == "suspended":
         return None
-    return children.family(engine, snapshot, ends=plan is None or not plan.messages)
+    return children.family(engine, snapshot, ends=plan is None or not plan.messages, completes=decision.kind == "completed")
 
 
 def messages(

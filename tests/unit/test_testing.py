@@ -6,6 +6,7 @@ The application under test stands on an SQLite file in a folder that does not ex
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -952,6 +953,33 @@ def test_the_fixture_is_there_once_the_package_is_installed(installed: Path, wor
     done = pytest_in(installed, *workers)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+FAILS = """
+import dramatiq
+from dramatiq_saga import workflow
+
+def test_it(saga):
+    @dramatiq.actor(max_retries=1, min_backoff=3_600_000)
+    def step():
+        raise OSError("down")
+
+    @workflow
+    def flow(flow):
+        return flow.run(step)
+
+    run = saga.start(flow)
+    saga.drain()
+    assert run.status == "completed"
+"""
+
+
+def test_a_test_that_fails_shows_what_was_left_and_what_was_raised(installed: Path) -> None:
+    (installed / "suite" / "test_it.py").write_text(FAILS)
+    done = pytest_in(installed)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"- saga: what is left -+\nstep 1 \(step\) of run \S+ in 1:00:00\n", done.stdout), done.stdout
+    assert 'raise OSError("down")' in done.stdout
 
 
 def test_a_suite_that_does_not_use_the_fixture_imports_nothing(installed: Path) -> None:

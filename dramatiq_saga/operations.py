@@ -98,6 +98,15 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Undo:
+    """A step, or a child's workflow, that is still to be undone; ``by`` is ``None`` where its undo cannot be built."""
+
+    sequence: int
+    name: str
+    by: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The answer to a resumed rollback.
 
@@ -109,8 +118,8 @@ class Resumed:
     status: str
     rollback: str
     changed: bool
-    left: tuple[StepReport, ...] = ()
-    never: tuple[StepReport, ...] = ()
+    left: tuple[Undo, ...] = ()
+    never: tuple[Undo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +355,17 @@ class Operator:
                 f"restarted; see `dramatiq-saga show {run_id}`"
             ) from None
         report = self.show_run(run_id)
-        undos = [step for step in report.steps if step.compensation is not None]
-        left = [step for step in undos if step.compensation and step.compensation.row.status != "completed"]
-        never = [step for step in left if step.compensation and not step.compensation.row.actor]
+        names = {step.row.sequence: step.row.actor for step in report.steps}
+        names |= {entry.sequence: entry.name or entry.kind for entry in report.entries}
+        undos = [step.compensation for step in report.steps if step.compensation] + list(report.undone_children.values())
+        left = [
+            Undo(undo.row.sequence, names[undo.row.sequence], undo.row.actor or None)
+            for undo in sorted(undos, key=lambda undo: (undo.row.level, -undo.row.sequence))
+            if undo.row.status != "completed"
+        ]
         return Resumed(
             run_id, report.status, report.rollback, changed,
-            tuple(step for step in left if step not in never), tuple(never),
+            tuple(undo for undo in left if undo.by), tuple(undo for undo in left if not undo.by),
         )  # fmt: skip
 
     # --- all runs ----------------------------------------------------------------------------------------------------

@@ -25,10 +25,13 @@ _BLOCKS = (
 )
 _CHILDREN = (
     "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at, cycle, "
-    "retry_policy FROM {children} WHERE run_id = ?"
+    "retry_policy, comp_actor, comp_from_result FROM {children} WHERE run_id = ?"
 )
 _RETRY_WAITS = "SELECT sequence, due_at FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting'"
 _SIGNALS = "SELECT name, payload, received_at FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id"
+
+#: What a step or a child whose compensation is built from its result is undone by, until that is known.
+FROM_RESULT = "a message built from its result"
 
 _RECORDED = {"value": "side effect", "patch": "version gate", "signal": "sent signal"}
 
@@ -60,7 +63,7 @@ class EntryReport:
 
     ``kind`` is ``side effect``, ``version gate``, ``sent signal``, ``signal`` (a wait for one), ``timer``, ``parallel``, ``saga`` or
     ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it,
-    ``closed_early_at`` when its barrier was reached while a member was live.
+    ``closed_early_at`` when its barrier was reached while a member was live, ``undo`` what undoes a child.
     """
 
     sequence: int
@@ -80,7 +83,7 @@ class EntryReport:
     error: dict[str, Any] | None = None
     max_in_flight: int | None = None
     closed_early_at: int | None = None
-
+    undo: str | None = None
     retry: RetryReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,10 +137,12 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
         EntryReport(
             sequence, "child", workflow, status, created_at, ended_at, value=payload(result), child_id=child_id, policy=policy,
             block=block, position=position, error=load_error(error) if error else None,
-            retry=retry_report(again, sequence, cycle, parked),
+            retry=retry_report(again, sequence, cycle, parked), undo=comp_actor or (FROM_RESULT if from_result else None),
         )
-        for sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at, cycle, again
-        in tx.all(_CHILDREN, (run_id,))
+        for (
+            sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at, cycle, again, comp_actor,
+            from_result,
+        ) in tx.all(_CHILDREN, (run_id,))
     ]  # fmt: skip
     return sorted(found, key=lambda entry: entry.sequence)
 

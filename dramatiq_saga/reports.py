@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
-from .report_entries import EntryReport, RetryReport, WaitingSignal, read_entries, read_parked, read_signals, retry_report
+from .report_entries import (
+    FROM_RESULT,
+    EntryReport,
+    RetryReport,
+    WaitingSignal,
+    read_entries,
+    read_parked,
+    read_signals,
+    retry_report,
+)
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from .store.database import Tx
 
 _RUN_COLUMNS = (
-    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
+    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error", "reason",
     "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after",
     "repair_attempts", "created_at", "started_at", "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
@@ -35,9 +44,6 @@ _COMPENSATIONS = (
 )
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
-
-#: What a step whose compensation is built from its result is undone by, until that is known.
-FROM_RESULT = "a message built from its result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class RunReport:
     rollback: str
     ends_as: str | None
     args: str | None
+    context: str | None
     result: str | None
     error: dict[str, Any] | None
     rollback_error: dict[str, Any] | None
@@ -118,6 +125,7 @@ class RunReport:
     tags: dict[str, str | None]
     steps: list[StepReport]
     entries: list[EntryReport]  # what stands between the steps
+    undone_children: dict[int, CompensationReport]  # by the child's sequence
     signals: list[WaitingSignal]
     events: list[EventView] | None
     payload_limit: int | None  # None: payloads are not to be shown
@@ -131,7 +139,7 @@ class RunReport:
         known: dict[str, Any] = {"run_id": self.id} | {
             name: getattr(self, name)
             for name in (
-                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
+                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error",
                 "reason", "hold_error", "hold_count", "unseen_wakes", "expiry_attempts", "repair_attempts", "parent_id",
                 "parent_sequence", "close_request", "tags",
             )
@@ -139,7 +147,10 @@ class RunReport:
         for name in ("hold_until", "expires_at", "expiry_after", "created_at", "started_at", "ended_at"):
             known[name] = to_iso(getattr(self, name))
         known["steps"] = [self._step(step) for step in self.steps]
-        known["entries"] = [entry.as_dict() for entry in self.entries]
+        known["entries"] = [
+            entry.as_dict() | {"compensation": self._compensation(self.undone_children.get(entry.sequence))}
+            for entry in self.entries
+        ]
         known["signals"] = [signal.as_dict() for signal in self.signals]
         if self.events is not None:
             known["events"] = [
@@ -153,19 +164,20 @@ class RunReport:
 
     def _step(self, step: StepReport) -> dict[str, Any]:
         row = step.row
-        compensation = step.compensation
         return {
             **_common(row, step),
             "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
             "block": row.block, "position": row.position, "held_back": row.held_back,
             "retry_on_signal": None if step.retry is None else step.retry.as_dict(),
-            "compensation": None if compensation is None else {
-                **_common(compensation.row, compensation),
-                "level": compensation.row.level, "beside": list(compensation.beside), "undoes": compensation.row.undoes,
-                "policy": compensation.row.policy,
-                "not_before": to_iso(compensation.row.not_before), "args": self.payload(compensation.row.stored_args),
-            },
+            "compensation": self._compensation(step.compensation),
+        }  # fmt: skip
+
+    def _compensation(self, undo: CompensationReport | None) -> dict[str, Any] | None:
+        return None if undo is None else {
+            **_common(undo.row, undo),
+            "level": undo.row.level, "beside": list(undo.beside), "undoes": undo.row.undoes, "policy": undo.row.policy,
+            "not_before": to_iso(undo.row.not_before), "args": self.payload(undo.row.stored_args),
         }  # fmt: skip
 
 
@@ -205,7 +217,7 @@ def read_run(
     def shown(data: bytes | None) -> str | None:
         return None if data is None or limit is None else readable(data, limit)
 
-    for name in ("args", "result"):
+    for name in ("args", "context", "result"):
         facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None
@@ -223,6 +235,7 @@ def read_run(
     for sequence, undo in undone.items():
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
         undone[sequence] = replace(undo, beside=beside) if beside else undo
+    entries = read_entries(tx, run_id, shown)
     steps = []
     parked = read_parked(tx, run_id)
     for row in tx.all(_STEPS, (run_id,)):
@@ -234,8 +247,9 @@ def read_run(
             StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry)
         )
     return RunReport(
-        **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
-        entries=read_entries(tx, run_id, shown), signals=read_signals(tx, run_id, shown),
+        **facts, undone_children={entry.sequence: undone[entry.sequence] for entry in entries if entry.sequence in undone},
+        tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
+        entries=entries, signals=read_signals(tx, run_id, shown),
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
     )  # fmt: skip
 

@@ -315,13 +315,13 @@ def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
         lines = [f"run {run} is {answer.status}; its rollback is {answer.rollback}"]
     if answer.left:
         lines += ["to be undone:"]
-        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.left)]
+        lines += [f"  {undo.sequence}  {cell(undo.name)}, by {cell(undo.by)}" for undo in answer.left]
     if answer.never:
         lines += ["to be undone by hand, for nothing can build their undo:"]
-        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}" for step in reversed(answer.never)]
+        lines += [f"  {undo.sequence}  {cell(undo.name)}" for undo in answer.never]
     value = {
         "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
-        "left": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.left],
-        "never": [{"sequence": step.row.sequence, "actor": step.row.actor} for step in answer.never],
+        "left": [{"sequence": undo.sequence, "name": undo.name, "by": undo.by} for undo in answer.left],
+        "never": [{"sequence": undo.sequence, "name": undo.name} for undo in answer.never],
     }  # fmt: skip
     return Answer(value, lines)

@@ -67,7 +67,7 @@ def lines_of(report: RunReport, now: int, *, everything: bool = False) -> Iterat
         entry.sequence: (
             blocks.indented(entry.block, _title(entry)),
             _entry(entry, now) + blocks.counts(entry),
-            [*_entry_details(entry), *([] if everything else blocks.left_out(entry))],
+            [*_entry_details(report, entry, now), *([] if everything else blocks.left_out(entry))],
         )
         for entry in report.entries
     }
@@ -159,6 +159,8 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         )
     if report.args is not None:
         yield "arguments", cut(cell(report.args), WIDTH)
+    if report.context is not None:
+        yield "context", cut(cell(report.context), WIDTH)
     if report.result is not None:
         yield "result", cut(cell(report.result), WIDTH)
     if report.reason:
@@ -217,7 +219,7 @@ def _entry(entry: EntryReport, now: int) -> str:
     return f"{status.replace('_', ' ')} at {moment(entry.ended_at)}"
 
 
-def _entry_details(entry: EntryReport) -> Iterator[str]:
+def _entry_details(report: RunReport, entry: EntryReport, now: int) -> Iterator[str]:
     if entry.child_id is not None:
         yield f"run {cell(entry.child_id)}"
     if entry.error is not None:
@@ -231,6 +233,8 @@ def _entry_details(entry: EntryReport) -> Iterator[str]:
         yield f"its barrier was reached early, at {moment(entry.closed_early_at)}; the rows decided"
     if entry.value is not None and entry.value != "null":
         yield f"value {cut(cell(entry.value), WIDTH)}"
+    undo = report.undone_children.get(entry.sequence)
+    yield from _undo(report, undo, now=now, by=entry.undo, completed=entry.status == "completed")
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
@@ -322,19 +326,25 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     result = report.payload(row.stored_result)
     if result is not None and result != "null":
         yield f"result {cut(cell(result), WIDTH)}"
-    compensation = step.compensation
+    yield from _undo(report, step.compensation, now=now, by=step.undo, completed=row.status == "completed")
+
+
+def _undo(
+    report: RunReport, compensation: CompensationReport | None, *, now: int, by: str | None, completed: bool
+) -> Iterator[str]:
+    """What undoes a step or a child, or would."""
     if compensation is not None:
         undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
-        by = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
-        yield f"{by}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
+        what = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
+        yield f"{what}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
         if compensation.row.status == "running" and compensation.row.worker_id:
             yield f"  worker {cell(compensation.row.worker_id)}, claim {compensation.row.attempts}"
-    elif step.undo is not None and report.ended_at is None:
-        yield f"would be undone by {cell(step.undo)}"
-    elif step.undo is not None and row.status == "completed" and report.status != "completed":
-        yield f"not undone: {cell(step.undo)} was never sent"
+    elif by is not None and report.ended_at is None:
+        yield f"would be undone by {cell(by)}"
+    elif by is not None and completed and report.status != "completed":
+        yield f"not undone: {cell(by)} was never sent"
 
 
 def _events(report: RunReport) -> list[str]:

@@ -18,7 +18,7 @@ from . import alarms, children, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
-from .snapshot import load
+from .snapshot import load_for_drive
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -56,7 +56,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
     """
     while True:
         try:
-            snapshot = load(engine, run_id)
+            snapshot = load_for_drive(engine, run_id)
         except Exception as fault:  # what is recorded cannot be read: by another encoder, for example (HISTORY-1)
             found = None if is_trouble(fault) else runs.as_found(engine, run_id)
             if found is None:

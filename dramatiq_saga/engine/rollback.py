@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec import describe_error, load_error
 from ..errors import CompensationFailedError, SagaError
-from . import undoing
+from . import notify, undoing
 from .claim import idempotency_key
 from .replay import HoldRun
 from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
@@ -313,4 +313,5 @@ def enter(
                 following = undoing.stands(tx, snapshot.run_id, run, now)
                 lines = undoing.go_on(tx, engine, snapshot.run_id, run=run, following=following, now=now, family=family)
                 engine.record(tx, snapshot.run_id, now, lines)
+                tx.after_commit(lambda: notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines))
     return landed

@@ -305,15 +305,17 @@ def _expiry_failed(engine: Engine, run_id: str, error: BaseException, fired: Fir
 _LIVE = "f.ended_at IS NULL AND f.status <> 'rolling_back'"
 _NOT_HELD_OFF = "(f.expiry_after IS NULL OR f.expiry_after <= ?)"
 _UNSENT = " AND (f.timer_at IS NULL OR f.timer_at <= ?)"
-# The first terms of each are the predicate of an index that holds nothing else.
+# The first terms of each are the predicate of an index that holds nothing else. A CROSS JOIN, because SQLite keeps the order of that
+# one: it must begin with what is due, however many runs are live.
 _DUE = (
     (
-        "SELECT f.id, f.workflow, f.queue, f.priority, w.due_at FROM {waits} w JOIN {flow_runs} f ON f.id = w.run_id "
-        f"WHERE w.status = 'waiting' AND w.due_at <= ? AND {_LIVE}%s ORDER BY w.due_at LIMIT ?"
+        "SELECT f.id, f.workflow, f.queue, f.priority, w.due_at FROM {waits} w CROSS JOIN {flow_runs} f "
+        f"WHERE f.id = w.run_id AND w.status = 'waiting' AND w.due_at <= ? AND {_LIVE}%s ORDER BY w.due_at LIMIT ?"
     ),
     (
-        "SELECT f.id, f.workflow, f.queue, f.priority, a.expires_at FROM {action_runs} a JOIN {flow_runs} f ON f.id = a.run_id "
-        f"WHERE a.expires_at IS NOT NULL AND a.ended_at IS NULL AND a.expires_at <= ? AND {_LIVE}%s ORDER BY a.expires_at LIMIT ?"
+        "SELECT f.id, f.workflow, f.queue, f.priority, a.expires_at FROM {action_runs} a CROSS JOIN {flow_runs} f "
+        f"WHERE f.id = a.run_id AND a.expires_at IS NOT NULL AND a.ended_at IS NULL AND a.expires_at <= ? AND {_LIVE}%s "
+        "ORDER BY a.expires_at LIMIT ?"
     ),
     (
         "SELECT f.id, f.workflow, f.queue, f.priority, f.expires_at FROM {flow_runs} f "

@@ -7,10 +7,12 @@ only as far as its files still fit, like any workflow that is in use. For a new 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from dramatiq_saga import Flow, StepFailedError
-from dramatiq_saga.errors import ChildFailedError
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.errors import ChildFailedError, SignalTimeoutError
 from tests.support.bench import Bench
 from tests.support.deploying import deploy
 
@@ -188,6 +190,18 @@ def declare(bench: Bench) -> None:
     def patient(flow: Flow) -> Any:
         return [flow.action(moods).retry_on_signal("again").run(), flow.run(step, "after")]
 
+    def impatient(flow: Flow) -> Any:
+        try:
+            return flow.await_signal("answer", wait_seconds=60)
+        except SignalTimeoutError as error:
+            return [error.name, flow.run(step, "late"), flow.await_signal("answer")]
+
+    def sleeps(flow: Flow) -> Any:
+        flow.run(step, "before")
+        flow.sleep(3600)
+        flow.sleep_until(datetime.fromtimestamp(1_700_010_000, UTC))
+        return flow.run(step, "after")
+
     kinds: list[Callable[..., Any]] = [
         steps,
         caught,
@@ -202,7 +216,7 @@ def declare(bench: Bench) -> None:
         mended,
     ]
     kinds += [approved, tells, side_by_side, nested, grouped]
-    kinds += [with_child, with_failing_child, with_children, with_open_child, repaired, patient]
+    kinds += [with_child, with_failing_child, with_children, with_open_child, repaired, patient, impatient, sleeps]
     for function in kinds:
         bench.workflow(function)
 
@@ -337,6 +351,24 @@ def child_abandoned(bench: Bench, run_id: str) -> None:
     bench.start("with_open_child", run_id=run_id)
     at_work(bench)
     bench.cancel(run_id)
+
+
+@scenario
+def signal_timed_out(bench: Bench, run_id: str) -> None:
+    """Its answer comes when the time is over: the wait has timed out, and the next one has it."""
+    bench.start("impatient", run_id=run_id)
+    at_work(bench)
+    assert isinstance(bench.store.clock, ManualClock)
+    bench.store.clock.advance(61)
+    bench.signal(run_id, "answer", 42)
+    at_work(bench)
+
+
+@scenario
+def timer_under_way(bench: Bench, run_id: str) -> None:
+    """In flight: asleep."""
+    bench.start("sleeps", run_id=run_id)
+    at_work(bench)
 
 
 def earlier(bench: Bench, name: str, code: Callable[..., Any]) -> Callable[[], None]:

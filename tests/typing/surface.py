@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, assert_type
 from unittest.mock import Mock
 
@@ -31,7 +32,7 @@ from dramatiq_saga import (
 from dramatiq_saga.builders import ActionBuilder
 from dramatiq_saga.codec import TaggedJSONEncoder
 from dramatiq_saga.settings import Context
-from dramatiq_saga.testing import SagaTester
+from dramatiq_saga.testing import History, SagaTester, load_history, record_history, replay_history
 
 
 @dramatiq.actor(max_retries=3)
@@ -238,6 +239,8 @@ def runs() -> None:
 
     handle: FlowHandle[Any] = get_flow("r-1")
     assert_type(handle.cancel("why"), bool)
+    assert_type(handle.compensate("why"), bool)
+    assert_type(handle.resume_rollback(), bool)
     assert_type(handle.signal_if_running("paid", {"by": "ann"}, key="k"), bool)
     assert_type(query(workflow="checkout", status="waiting"), FlowQuery)
     assert_type([one.id for one in query(limit=3)], list[str])
@@ -295,3 +298,14 @@ def testing(saga: SagaTester) -> None:
     saga.advance(timedelta(days=30))
     saga.advance("a day")  # type: ignore[arg-type]
     assert_type(saga.errors, list[BaseException])
+
+
+def histories(run: FlowHandle[dict[str, str]]) -> None:
+    history = record_history(run, scrub=lambda value: value)
+    assert_type(history, History)
+    assert_type(history.write("checkout.json"), Path)
+    assert_type(load_history(Path("checkout.json")), History)
+    assert_type(replay_history(checkout, history).result, dict[str, str] | None)
+    assert_type(replay_history(checkout, "checkout.json").asks, tuple[str, ...])
+    replay_history(charge, history)  # type: ignore[arg-type]
+    record_history(run, lambda value: value)  # type: ignore[call-arg]

@@ -513,6 +513,7 @@ def test_send_gives_a_context_where_none_can_be_captured(shop: Shop) -> None:
     sent = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", '{"tenant": 7}')
     assert sent.status == 0, sent.err
     assert shop.sql("SELECT context FROM saga_flow_runs") == [(b'{"tenant":7}',)]
+    assert 'context    {"tenant":7}' in shop("show", sent.out.strip()).lines
     assert shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", "acme").status == 1
 
 
@@ -818,7 +819,7 @@ def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
     assert "rollback   is being undone" in shop("show", run.id).out
     again = shop("resume-rollback", run.id, "--json")
     assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
-    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert again.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
     assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
     shop.work_until(lambda: run.rollback == "done")
     assert run.status == "failed"

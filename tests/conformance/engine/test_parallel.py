@@ -285,3 +285,58 @@ def test_outcomes_that_meet_trouble_are_recorded_once_and_join_the_block(
     assert sorted(app.calls) == [("after",), ("member", 0), ("member", 1), ("member", 2), ("member", 3)]
     assert app.types(run).count("action.completed") == 5
     eventually(lambda: app.messages() == 0)
+
+
+@pytest.mark.parametrize("ends", ["step last", "child last"])
+def test_steps_and_children_side_by_side(app: Application, ends: str) -> None:
+    """PAR-1, PAR-2, CHILD-1: a member that is a child is settled when its link is; the run waits once only the child is open."""
+    doors, inner = Doors(app), app.step("inner", gives="inner")
+    gate = app.actor(lambda: doors._body(9), actor_name="gate")
+
+    @app.workflow
+    def nested(flow: Flow) -> list[Any]:
+        return [flow.run(gate), flow.run(inner)]
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        first, second = doors.members(flow, 2)
+        return flow.parallel(first, flow.child(nested), second).run()
+
+    app.start(threads=4)
+    run = fan.send()
+    doors.wait_inside(0, 1, 9)
+    doors.open(0)
+    if ends == "step last":
+        doors.open(9)
+        doors.wait_inside(1)
+        eventually(lambda: app.sql("SELECT status FROM {children} WHERE run_id = ?", run.id) == [("completed",)])
+        assert run.status == "running"
+        doors.open(1)
+    else:
+        doors.open(1)
+        eventually(lambda: run.status == "waiting", because="nothing but the child is open")
+        doors.open(9)
+    app.ended(run)
+    assert run.result() == [0, [90, "inner"], 10]
+
+
+def test_a_child_that_fails_its_block_cancels_what_has_not_begun(app: Application) -> None:
+    """PAR-4, CHILD-2: members that run finish and are undone; the children among them too, by their own rules."""
+    doors = Doors(app)
+    fails = app.step("fails", raises=ValueError("no"))
+
+    @app.workflow
+    def broken(flow: Flow) -> None:
+        flow.run(fails)
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        return flow.parallel(*doors.members(flow, 1), flow.child(broken), flow.child(broken).continue_on_failure()).run()
+
+    app.start(threads=2)
+    run = fan.send()
+    eventually(lambda: app.sql("SELECT failed_by FROM {blocks} WHERE run_id = ?", run.id) == [(3,)])
+    doors.open(0)
+    assert app.ended(run) == "failed"
+    assert doors.undone in ([0], [])  # undone if it had begun, cancelled if it had not
+    assert statuses(app, run) == (["completed"] if doors.undone else ["cancelled"])

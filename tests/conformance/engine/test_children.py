@@ -828,3 +828,48 @@ def test_the_command_line_says_what_becomes_of_children(lite: Application, comma
     ]
     eventually(lambda: [child_of(handle, sequence).status for sequence in (4, 5)] == ["cancelled", "failed"])
     assert child_of(handle, 3).status == "waiting"
+
+
+def test_a_cancel_goes_down_to_the_last_of_twenty_levels_and_stops_at_an_abandoned_one(applications: Applications) -> None:
+    """CHILD-3: each level closes the next by its own policy; below one that was abandoned everything goes on."""
+    app = applications("sqlite")
+
+    def nest(flow: Flow, depth: int, abandoned: int) -> str:
+        if depth == 0:
+            return str(flow.await_signal("go"))
+        policy = "abandon" if depth == abandoned else "cancel"
+        return flow.child(nested, depth - 1, abandoned).close_policy(policy).run()
+
+    nested: Any = app.workflow(name="nested")(nest)
+    handles = [nested.send(20, 0), nested.send(20, 5)]
+    app.start()
+    eventually(lambda: app.sql("SELECT COUNT(*) FROM {waits} WHERE status = 'waiting'") == [(2,)])
+    for handle in handles:
+        assert handle.cancel()
+    eventually(lambda: app.sql("SELECT COUNT(*) FROM {flow_runs} WHERE status = 'waiting'") == [(5,)])
+    app.drain()
+    assert app.sql("SELECT status, COUNT(*) FROM {flow_runs} GROUP BY status ORDER BY status") == [
+        ("cancelled", 37),
+        ("waiting", 5),
+    ]
+    (left,) = app.sql("SELECT run_id FROM {waits} WHERE status = 'waiting'")
+    get_flow(left[0], broker=app.broker).signal("go", "at last")
+    eventually(lambda: app.sql("SELECT COUNT(*) FROM {flow_runs} WHERE status = 'completed'") == [(5,)])
+    assert untold(app) == []
+
+
+@pytest.mark.parametrize("ending", ["complete", "compensate"])
+def test_a_tree_over_rabbitmq(applications: Applications, ending: str) -> None:
+    """CHILD-1, CHILD-3, DRIVE-3: messages that leave after the commit, on a broker of another kind."""
+    app = applications("rabbitmq")
+    tree = Tree(app, "cancel")
+    handle, child = tree.under_way()
+    if ending == "compensate":
+        assert handle.compensate()
+        assert app.ended(child) == "cancelled"
+    tree.gate.leave.release()
+    assert app.ended(handle) == ("completed" if ending == "complete" else "cancelled")
+    assert app.ended(child) == ("completed" if ending == "complete" else "cancelled")
+    undone = [call for call in app.calls if call[0] in ("release", "undo_order")]
+    assert sorted(undone) == ([] if ending == "complete" else [("release",), ("undo_order",)])
+    assert untold(app) == []

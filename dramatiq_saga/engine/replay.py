@@ -171,7 +171,7 @@ class Replay:
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
         if self.judged is not None:
-            raise self.refusal("to use the flow")
+            raise self.refusal("using the flow")
         if self.recording is not None:
             raise self.fault(
                 SagaError(

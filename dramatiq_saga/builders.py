@@ -443,7 +443,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             comp_on_self_failure=self._undone_on_self_failure(scope, settings),
             comp_policy=self._on_failure or scope.comp_policy,
             comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
-            expires_at=self._expires_at,
+            expires_at=self._deadline(),
             optional=self._optional,
             fallback=self._fallback,
             retry=None if self._retry is None else self._retry.stored(settings),
@@ -451,6 +451,13 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         )  # fmt: skip
         advise(actor, step, settings)
         return step
+
+    def _deadline(self) -> int | None:
+        """The step's own deadline, or the configured one, counted from now (EXPIRE-1)."""
+        default = self._replay.settings.monitor.expiration.defaults.action
+        if self._expires_at is not None or default is None:
+            return self._expires_at
+        return self._replay.now + to_ms(default)
 
     @property
     def _has_compensation(self) -> bool:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _RUN_COLUMNS = (
     "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error", "reason",
-    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "repair_attempts", "created_at", "started_at",
-    "ended_at", "parent_id", "parent_sequence", "close_request",
+    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after",
+    "repair_attempts", "created_at", "started_at", "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")
@@ -113,6 +113,8 @@ class RunReport:
     hold_until: int | None
     unseen_wakes: int
     expires_at: int | None
+    expiry_attempts: int
+    expiry_after: int | None
     repair_attempts: int
     created_at: int
     started_at: int | None
@@ -138,11 +140,11 @@ class RunReport:
             name: getattr(self, name)
             for name in (
                 "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error",
-                "reason", "hold_error", "hold_count", "unseen_wakes", "repair_attempts", "parent_id", "parent_sequence",
-                "close_request", "tags",
+                "reason", "hold_error", "hold_count", "unseen_wakes", "expiry_attempts", "repair_attempts", "parent_id",
+                "parent_sequence", "close_request", "tags",
             )
         }  # fmt: skip
-        for name in ("hold_until", "expires_at", "created_at", "started_at", "ended_at"):
+        for name in ("hold_until", "expires_at", "expiry_after", "created_at", "started_at", "ended_at"):
             known[name] = to_iso(getattr(self, name))
         known["steps"] = [self._step(step) for step in self.steps]
         known["entries"] = [

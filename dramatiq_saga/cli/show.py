@@ -146,6 +146,12 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         yield "ended", f"{moment(report.ended_at)} (took {duration(report.ended_at - report.created_at)})"
     if report.expires_at is not None:
         yield "deadline", f"{moment(report.expires_at)} ({relative(report.expires_at, now)})"
+        if report.expiry_attempts and report.expiry_after is not None and report.ended_at is None:
+            again = f"{moment(report.expiry_after)} ({relative(report.expiry_after, now)})"
+            yield (
+                "",
+                f"its rollback could not be planned {times(report.expiry_attempts, 'time', 'times')}; it is tried again at {again}",
+            )
     if report.tags:
         yield (
             "tags",

@@ -21,6 +21,7 @@ from ..errors import FlowCancelledError, WriteRefusedError
 from ..journal import history
 from ..statuses import ChildClosePolicy, FlowStatus
 from . import notify
+from .alarms import child_deadline
 from .replay import MovedOn
 from .rows import ChildEntry, Outgoing, Parent
 
@@ -135,9 +136,7 @@ def _start_run(
     tx: Tx, engine: Engine, parent: Snapshot, sequence: int, *, child_id: str, workflow: str, args: bytes, how: dict[str, Any],
     now: int, sent_at: int | None,
 ) -> None:  # fmt: skip
-    expires_at = how.get("expires_at")
-    if expires_at is None and how.get("expires_in_ms") is not None:
-        expires_at = now + how["expires_in_ms"]
+    expires_at = child_deadline(how, now)
     options = how.get("options")
     tx.run(
         _RUN,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import children, notify, rollback, runs, signals, undoing
+from . import alarms, children, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
@@ -102,6 +102,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         now = engine.now()
         family = family_of(engine, snapshot, decision, plan)
         outbox.load(messages(engine, snapshot, decision, plan=plan, family=family, now=now))
+        ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -111,6 +112,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan, family=family):
                 return False
             engine.record(tx, snapshot.run_id, now, lines)
+            for alarm in ahead:
+                alarm.stage(tx)
             outbox.stage(tx)
             return True
 
@@ -136,6 +139,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     committed(engine, snapshot, decision, outbox)
     remember(engine, snapshot, decision, context)
     try:
+        for alarm in ahead:
+            alarm.delivered()
         outbox.delivered()
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)

@@ -223,6 +223,8 @@ def build(database: Database, prefix: str) -> Models:
         hold_until=ms(null=True),
         expires_at=ms(null=True),
         expiry_attempts=integer(default=0),
+        expiry_after=ms(null=True),  # EXPIRE-2: not tried again before
+        timer_at=ms(null=True),  # TIMER-1: when the delayed message is due that looks at what is due
         parent_id=ident(ID_LENGTH, null=True),
         parent_sequence=integer(null=True),
         close_request=ident(8, null=True),  # CHILD-3: cancel | fail, asked for by the parent

@@ -14,6 +14,8 @@ CREATE TABLE IF NOT EXISTS "saga_flow_runs" ("id" VARCHAR(128) NOT NULL PRIMARY 
     "hold_until" INTEGER,
     "expires_at" INTEGER,
     "expiry_attempts" INTEGER NOT NULL,
+    "expiry_after" INTEGER,
+    "timer_at" INTEGER,
     "parent_id" VARCHAR(128),
     "parent_sequence" INTEGER,
     "close_request" VARCHAR(8),

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -175,9 +176,8 @@ class Chaos:
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
             case "pause":
                 index = self.dice.randrange(len(self.workers))
-                if len(self.paused) < len(self.workers) - 1:
-                    self.paused.add(index)
-                    os.killpg(self.workers[index].pid, signal.SIGSTOP)
+                if index not in self.paused and len(self.paused) < len(self.workers) - 1:
+                    self._pause(index, self.dice.uniform(0.5, 4.0))
             case "resume":
                 self._resume()
             case "double":
@@ -200,6 +200,20 @@ class Chaos:
                 self.answer(self.dice.choice(self.runs))
             case "sweep":
                 self.operator.sweep()
+
+    def _pause(self, index: int, seconds: float) -> None:
+        """Stop a worker in whatever it is doing. It goes on by itself: it may hold locks that we wait for."""
+        worker = self.workers[index]
+        self.paused.add(index)
+        os.killpg(worker.pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGCONT)
+
+        timer = threading.Timer(seconds, go_on)
+        timer.daemon = True
+        timer.start()
 
     def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
         if index in self.paused:

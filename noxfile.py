@@ -271,3 +271,4 @@ def build(session: nox.Session) -> None:
     session.run(
         "python", "-c", "import dramatiq_saga, importlib.resources as r; assert (r.files(dramatiq_saga) / 'py.typed').is_file()"
     )
+    session.run("python", "-c", "import dramatiq_saga.testing, importlib.util as u; assert u.find_spec('pytest_dramatiq_saga')")

@@ -1,6 +1,7 @@
 """dramatiq-saga: durable sagas on Dramatiq workers. The names a user types; everything else is in the modules below."""
 
 from .errors import (
+    CannotSignalFlowError,
     FlowCancelledError,
     FlowError,
     FlowExpiredError,
@@ -12,6 +13,7 @@ from .errors import (
     RunConflictError,
     SagaError,
     SettingsError,
+    SignalTimeoutError,
     StepExpiredError,
     StepFailedError,
 )
@@ -36,6 +38,7 @@ from .workflow import Workflow, workflow
 
 __all__ = [
     "ActionStatus",
+    "CannotSignalFlowError",
     "ChildClosePolicy",
     "ChildStatus",
     "CompensationFailurePolicy",
@@ -60,6 +63,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SignalStatus",
+    "SignalTimeoutError",
     "Step",
     "StepExpiredError",
     "StepFailedError",

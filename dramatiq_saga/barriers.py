@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import structlog
 from dramatiq import Broker
 from dramatiq.middleware import GroupCallbacks
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from dramatiq.middleware import Middleware
     from dramatiq.rate_limits import RateLimiterBackend
 
-    from .store.database import Store
+    from .engine.rows import Group
+    from .store.database import Store, Tx
+
+_log = structlog.get_logger("dramatiq_saga")
 
 
 class OwnGroupCallbacks(GroupCallbacks):
@@ -43,6 +47,31 @@ def ensure_group_callbacks(broker: Broker, ours: Middleware, *, store: Store) ->
     # A new list, because Dramatiq may be walking along the present one: a hook of ours can be what brought us here.
     broker.middleware = [*broker.middleware[:place], added, *broker.middleware[place:]]
     return added
+
+
+class BlockBarriers:
+    """Makes the barriers of blocks, for a sender.
+
+    ``joined``: they are kept in the store's own database, so one is made in the transaction that sends its group, or not at all.
+    Elsewhere one is made right before its group is sent, and a back end that refuses costs the run nothing but the callback.
+    """
+
+    def __init__(self, broker: Broker, ours: Middleware, *, store: Store) -> None:
+        self._callbacks = ensure_group_callbacks(broker, ours, store=store)
+        backend = self._callbacks.rate_limiter_backend
+        self._own = backend if isinstance(backend, DatabaseRateLimiterBackend) and backend.store is store else None
+        self.joined = self._own is not None
+
+    def make(self, group: Group, tx: Tx | None) -> bool:
+        """The barrier of one group; false where its back end would not."""
+        ttl = self._callbacks.barrier_ttl
+        if tx is not None and self._own is not None:
+            return self._own.add_within(tx, group.id, value=group.size, ttl=ttl)
+        try:
+            return bool(self._callbacks.rate_limiter_backend.add(group.id, group.size, ttl))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            _log.warning("barrier_not_made", group=group.id, error=f"{type(error).__name__}: {error}")
+            return False
 
 
 def _backend(broker: Broker, store: Store) -> RateLimiterBackend:

@@ -15,24 +15,27 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from dramatiq import Actor, Message
 
 from .advice import advise
 from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
+from .coroutines import refuse_without_loop
 from .engine.replay import Replay
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, NotSerializableError, SagaError, StepExpiredError
+from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError
 from .options import check_options
 from .statuses import CompensationFailurePolicy
 
 if TYPE_CHECKING:
     from .settings import Settings
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 F = TypeVar("F")
+V_co = TypeVar("V_co", covariant=True)
+Q = ParamSpec("Q")
 M = TypeVar("M", bound=Callable[..., Any])
 
 #: Options that a message cannot carry, or that would mean something else on one.
@@ -46,6 +49,18 @@ _REFUSED_OPTIONS = {
 }
 
 MessageBuilder = Callable[[Any], "Message[Any]"]
+
+
+class AnyActor(Protocol[Q, R_co]):
+    """A Dramatiq actor, seen as something that gives an ``R_co`` or less.
+
+    For functions that return ``R | None``: where such a call is an argument, mypy settles ``R`` by what is expected of the result,
+    and ``Actor``, which is invariant, would no longer fit.
+    """
+
+    @property
+    def actor_name(self) -> str: ...
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R_co: ...
 
 
 class State:
@@ -89,12 +104,13 @@ class State:
         raise replay.suspend(outside=self.outside)
 
 
-class Member(Protocol):
-    """What a block can hold: a builder that has not been run."""
+class Member(Protocol[V_co]):
+    """What a block can hold: a builder that has not been run, whose ``run()`` would give a ``V_co``."""
 
     _built: bool
     _replay: Replay
 
+    def run(self) -> V_co: ...
     def _step_into(self, scope: Scope) -> State | None: ...
     def _describe(self) -> str: ...
 
@@ -121,8 +137,11 @@ def _describing(method: M) -> M:
     return cast("M", call)
 
 
-class ActionBuilder(Generic[R]):
-    """One step, described. Every method returns the builder; :meth:`run` comes last."""
+class ActionBuilder(Generic[R_co, V_co]):
+    """One step, described. Every method returns the builder; :meth:`run` comes last.
+
+    ``R`` is what the actor returns, ``V`` what ``run()`` gives: the same, or what stands in for the result of an optional step.
+    """
 
     __slots__ = (
         "_actor",
@@ -144,7 +163,7 @@ class ActionBuilder(Generic[R]):
         "_replay",
     )  # fmt: skip
 
-    def __init__(self, replay: Replay, actor: Actor[Any, R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, replay: Replay, actor: Actor[Any, R_co], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(actor, Actor):
             raise TypeError(
                 f"a step is a Dramatiq actor, not {type(actor).__name__}: decorate the function with @dramatiq.actor"
@@ -167,10 +186,17 @@ class ActionBuilder(Generic[R]):
         self._reclaim = _Reclaim("reclaim_stale_after")
         self._comp_reclaim = _Reclaim("reclaim_compensation_stale_after")
         if not replay.is_replaying:
+            self._check_loop(actor)
             self._encoded = bind(actor, args, kwargs)
         else:
             self._args = (args, kwargs)
         self._built = False
+
+    @overload
+    def compensate_with(self, actor: Actor[Q, Any], /, *args: Q.args, **kwargs: Q.kwargs) -> Self: ...
+
+    @overload
+    def compensate_with(self, builder: Callable[[R_co], Message[Any]], /) -> Self: ...
 
     @_describing
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
@@ -185,6 +211,7 @@ class ActionBuilder(Generic[R]):
         if isinstance(actor_or_builder, Actor):
             self._compensation_call = (actor_or_builder, args, kwargs)
             if not self._replay.is_replaying:
+                self._check_loop(actor_or_builder)
                 self._compensation = compensation(actor_or_builder, args, kwargs)
             else:
                 self._compensation = CompensationSpec(actor_or_builder.actor_name, None)
@@ -220,14 +247,23 @@ class ActionBuilder(Generic[R]):
         self._on_failure = CompensationFailurePolicy(policy).value
         return self
 
-    @_describing
-    def continue_on_failure(self, flag: bool = True) -> ActionBuilder[R | None]:
-        """A failure of this step does not fail the run: ``run()`` gives ``None``, or the fallback value (OPT-1)."""
-        self._optional = flag
-        return cast("ActionBuilder[R | None]", self)
+    @overload
+    def continue_on_failure(self, flag: Literal[True] = True) -> ActionBuilder[R_co, V_co | None]: ...
+
+    @overload
+    def continue_on_failure(self, flag: Literal[False]) -> ActionBuilder[R_co, R_co]: ...
+
+    @overload
+    def continue_on_failure(self, flag: bool) -> ActionBuilder[R_co, V_co | None]: ...
 
     @_describing
-    def fallback_value_on_fail(self, value: F) -> ActionBuilder[R | F]:
+    def continue_on_failure(self, flag: bool = True) -> ActionBuilder[R_co, Any]:
+        """A failure of this step does not fail the run: ``run()`` gives ``None``, or the fallback value (OPT-1)."""
+        self._optional = flag
+        return self
+
+    @_describing
+    def fallback_value_on_fail(self, value: F) -> ActionBuilder[R_co, R_co | F]:
         """What ``run()`` gives where this step has failed; implies :meth:`continue_on_failure` (OPT-1).
 
         Raises:
@@ -235,7 +271,7 @@ class ActionBuilder(Generic[R]):
         """
         self._optional = True
         self._fallback = encode(value, "fallback_value_on_fail()")
-        return cast("ActionBuilder[R | F]", self)
+        return cast("ActionBuilder[R_co, R_co | F]", self)
 
     @_describing
     def expires_in(self, duration: float | timedelta) -> Self:
@@ -303,16 +339,24 @@ class ActionBuilder(Generic[R]):
         self._options.update(options)
         return self
 
+    def _check_loop(self, actor: Actor[Any, Any]) -> None:
+        """No worker could run it: an author's mistake, mended by a deploy, so the run is held."""
+        try:
+            refuse_without_loop(actor)
+        except MiddlewareOrderError as error:
+            raise self._replay.fault(error) from None
+
     def _check_spelling(self, name: str) -> None:
         """Middleware may read options that it has not announced, so only what looks like an announced one is refused."""
         known = {"queue_name", "priority", *self._actor.broker.actor_options}
         if name not in known and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
             raise TypeError(f"with_options() does not know {name!r}: did you mean {near[0]!r}?")
 
-    def run(self) -> R:
+    def run(self) -> V_co:
         """The step's result, once it has one; until then the function is suspended.
 
         Raises:
+          TypeError: something was said about a compensation, and the step has none.
           StepFailedError: the step has failed for good.
           StepExpiredError: its deadline passed.
         """
@@ -322,7 +366,7 @@ class ActionBuilder(Generic[R]):
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
-        return cast("R", state.conclude(replay))
+        return cast("V_co", state.conclude(replay))
 
     def _step_into(self, scope: Scope) -> State | None:
         """Walk past this step: where it stands, or ``None`` where it has only been asked for now."""
@@ -351,6 +395,7 @@ class ActionBuilder(Generic[R]):
 
     def _new_step(self, scope: Scope) -> NewStep:
         replay, actor = self._replay, self._actor
+        self._check_undo()
         if self._encoded is None:
             args, kwargs = self._args
             self._encoded = bind(actor, args, kwargs)
@@ -389,6 +434,20 @@ class ActionBuilder(Generic[R]):
             return self._on_self_failure
         wanted = scope.comp_on_self_failure
         return (settings.sagas.compensate_failed_step if wanted is None else wanted) and self._compensation is not None
+
+    def _check_undo(self) -> None:
+        """What is said about an undo that there is not was meant for something (C26)."""
+        if self._has_compensation:
+            return
+        said = {
+            "on_compensation_failure": self._on_failure is not None,
+            "compensate_step_on_self_failure": bool(self._on_self_failure),
+            self._comp_reclaim.name: self._comp_reclaim.seconds is not None or bool(self._comp_reclaim.enabled),
+        }
+        for name in (name for name, was_said in said.items() if was_said):
+            raise TypeError(
+                f"{self._describe()}: {name}() without compensate_with(): this step has no compensation that it could be about"
+            )
 
     def _check_self_failure(self) -> None:
         if self._compensation_from is not None and self._on_self_failure:

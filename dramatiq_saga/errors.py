@@ -301,6 +301,23 @@ class CannotSignalRollingBackFlowError(CannotSignalFlowError):
     """The run is being undone."""
 
 
+class SignalKeyConflictError(SagaError, ValueError):
+    """A signal's key was given before, to a signal of another name to the same run; nothing was written (SIG-3)."""
+
+    def __init__(self, run_id: str, key: str, known: str, name: str) -> None:
+        super().__init__(run_id, key, known, name)
+        self.run_id = run_id
+        self.key = key
+        self.known = known
+        self.name = name
+
+    def __str__(self) -> str:
+        return (
+            f"key {self.key!r} belongs to signal {self.known!r} of run {self.run_id}, so signal {self.name!r} would be lost: "
+            "a key names one signal of a run; put the signal's name into it"
+        )
+
+
 class ConcurrentTransitionError(SagaError):
     """The run is somewhere else than the call needs; nothing was written (STATUS-3)."""
 

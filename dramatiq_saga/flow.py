@@ -11,24 +11,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
 from .clock import moment_to_ms, to_ms
-from .engine.replay import Replay, current_replay
+from .codec import decode, encode
+from .engine.replay import Replay, current_replay, here
+from .engine.rows import SentSignal
+from .engine.signals import raise_refusal
 from .errors import SagaError, SignalTimeoutError
 from .groups import ParallelBuilder, SagaBuilder
 from .options import short_text
-from .store.models import NAME_LENGTH
+from .store.models import ID_LENGTH, NAME_LENGTH
 
 if TYPE_CHECKING:
     import structlog
     from dramatiq import Actor
 
+    from .builders import AnyActor, Member
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
 
 
 def tag_text(key: object, value: object) -> str | None:
@@ -63,14 +73,14 @@ class Flow:
         """
         replay = self._replay
         # The way that a long history takes on every drive: recorded, completed, nothing left to build.
-        if replay.cursor < replay.recorded and not replay.suspended and replay.error is None:
+        if replay.cursor < replay.straight and here.context is replay:
             entry = replay.entries[replay.cursor]
             if entry.kind == "step" and entry.status == "completed" and entry.actor == actor.actor_name:  # type: ignore[union-attr]
                 replay.cursor += 1
-                return entry.value()  # type: ignore[no-any-return, union-attr, misc]
+                return entry.value()  # type: ignore[no-any-return, union-attr, misc, operator]
         return ActionBuilder(self._use(), actor, args, kwargs).run()
 
-    def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R]:
+    def action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R, R]:
         """A builder for one step: say how it is undone and treated, then ``run()`` it.
 
         Raises:
@@ -91,20 +101,54 @@ class Flow:
           TypeError, ValueError: the key cannot be.
         """
         replay = self._use()
-        if not replay.is_replaying:
+        if replay.on_new_ground():
             short_text(key, "the key of a side effect", limit=NAME_LENGTH)
         value: T = replay.side_effect(key, fn)
         return value
 
-    def optional_action(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R | None]:
+    def optional_action(self, actor: AnyActor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ActionBuilder[R, R | None]:
         """As :meth:`action`, for a step whose failure does not fail the run; shorthand for ``.continue_on_failure()`` (OPT-1)."""
-        return ActionBuilder(self._use(), actor, args, kwargs).continue_on_failure()
+        return ActionBuilder(self._use(), cast("Actor[Any, R]", actor), args, kwargs).continue_on_failure()
 
-    def parallel(self, *builders: Any) -> ParallelBuilder[list[Any]]:
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], /) -> ParallelBuilder[A | B]: ...
+
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], c: Member[C], /) -> ParallelBuilder[A | B | C]: ...
+
+    @overload
+    def parallel(self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], /) -> ParallelBuilder[A | B | C | D]: ...
+
+    @overload
+    def parallel(
+        self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], e: Member[E], /
+    ) -> ParallelBuilder[A | B | C | D | E]: ...
+
+    @overload
+    def parallel(self, *builders: Member[T]) -> ParallelBuilder[T]: ...
+
+    def parallel(self, *builders: Member[Any]) -> ParallelBuilder[Any]:
         """A builder for steps that run at the same time; ``run()`` gives their results in the order given (PAR-1)."""
         return ParallelBuilder(self._use(), builders)
 
-    def saga(self, *builders: Any) -> SagaBuilder[Any]:
+    @overload
+    def saga(self, a: Member[A], b: Member[B], /) -> SagaBuilder[A | B]: ...
+
+    @overload
+    def saga(self, a: Member[A], b: Member[B], c: Member[C], /) -> SagaBuilder[A | B | C]: ...
+
+    @overload
+    def saga(self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], /) -> SagaBuilder[A | B | C | D]: ...
+
+    @overload
+    def saga(
+        self, a: Member[A], b: Member[B], c: Member[C], d: Member[D], e: Member[E], /
+    ) -> SagaBuilder[A | B | C | D | E]: ...
+
+    @overload
+    def saga(self, *builders: Member[T]) -> SagaBuilder[T]: ...
+
+    def saga(self, *builders: Member[Any]) -> SagaBuilder[Any]:
         """A builder for steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
         return SagaBuilder(self._use(), builders)
 
@@ -120,7 +164,7 @@ class Flow:
         """
         replay = self._use()
         due_at = None
-        if not replay.is_replaying:
+        if replay.on_new_ground():
             short_text(name, "a signal's name", limit=NAME_LENGTH)
             wait = replay.settings.monitor.expiration.defaults.signal if wait_seconds is None else wait_seconds
             due_at = None if wait is None else replay.now + _duration(wait, "wait_seconds")
@@ -130,15 +174,32 @@ class Flow:
         assert entry.value is not None
         return entry.value()
 
+    def signal_flow(self, run_id: str, name: str, payload: Any = None) -> None:
+        """Signal another run, once, whatever becomes of this drive: recorded with what became of it (SIG-3).
+
+        Raises:
+          FlowNotFoundError: there was no such run.
+          CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: it took no signals.
+          NotSerializableError: the payload cannot be stored; TypeError, ValueError: the name or the id cannot be.
+        """
+        replay = self._use()
+
+        def make() -> SentSignal:
+            short_text(run_id, "a run's id", limit=ID_LENGTH)
+            short_text(name, "a signal's name", limit=NAME_LENGTH)
+            return SentSignal(run_id, name, encode(payload, f"the payload of signal {name!r}"))
+
+        raise_refusal(run_id, replay.send_signal(name, make))
+
     def sleep(self, duration: float | timedelta) -> None:
         """Go on after ``duration``, in seconds or as a ``timedelta``: a row, not a thread that waits (TIMER-1)."""
         replay = self._use()
-        replay.wait("timer", None, None if replay.is_replaying else replay.now + _duration(duration, "sleep()"))
+        replay.wait("timer", None, replay.now + _duration(duration, "sleep()") if replay.on_new_ground() else None)
 
     def sleep_until(self, moment: datetime) -> None:
         """Go on at ``moment``, an aware ``datetime``; at once where it has passed (TIMER-1)."""
         replay = self._use()
-        replay.wait("timer", None, None if replay.is_replaying else moment_to_ms(moment))
+        replay.wait("timer", None, moment_to_ms(moment) if replay.on_new_ground() else None)
 
     def now(self) -> datetime:
         """The present, recorded: the same moment in every replay of the run. Aware, in UTC."""
@@ -158,7 +219,11 @@ class Flow:
         """Whether this run takes the new way at a change of the workflow (HISTORY-2).
 
         True for runs that had not passed this point when the change was deployed, and for new ones; false for those that had.
-        What it was for a run it stays, wherever the run asks again.
+        What it was for a run it stays, wherever the run asks again. A call may be removed once every run that was started before
+        the change has ended.
+
+        Raises:
+          TypeError, ValueError: ``change_id`` is not short text.
         """
         replay = self._use()
         short_text(change_id, "a change's id", limit=NAME_LENGTH)
@@ -189,6 +254,12 @@ class Flow:
     def version(self) -> str | None:
         """The version that the workflow declared when this run was started (HISTORY-2)."""
         return self._replay.snapshot.version
+
+    @property
+    def context(self) -> Any:
+        """What was captured when the run was sent, whether or not it is restored (CTX-1); ``None`` where nothing was."""
+        travelling = self._replay.snapshot.context
+        return None if travelling is None else decode(travelling)
 
     @property
     def is_replaying(self) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from .builders import State
-from .engine.rows import ALONE, Scope
+from .builders import ActionBuilder, State
+from .engine.rows import ALONE, Scope, StepEntry
 from .statuses import CompensationFailurePolicy, ParallelFailurePolicy
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engine.replay import Replay
     from .engine.rows import BlockEntry
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class _Block:
@@ -27,7 +27,7 @@ class _Block:
 
     what: str
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._replay = replay
         self._built = True
         for position, member in enumerate(members):
@@ -39,7 +39,7 @@ class _Block:
                 raise TypeError(
                     f"{self.what}() does not take a saga() group: its steps run one after another; give the steps, or parallel() inside saga()"
                 )
-            if member._built:
+            if member._built or any(member is other for other in members[:position]):
                 raise TypeError(
                     f"{self.what}(): {member._describe()}, number {position + 1}, was run before or belongs to another block"
                 )
@@ -56,12 +56,12 @@ class _Block:
             self._replay.builder_dropped(self._describe())
 
 
-class ParallelBuilder(_Block, Generic[T]):
+class ParallelBuilder(_Block, Generic[T_co]):
     """Steps that run at the same time (PAR-1 ... PAR-4). Every method returns the builder; :meth:`run` comes last."""
 
     what = "parallel"
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._policy: str | None = None
         self._max_in_flight: int | None = None
         super().__init__(replay, members)
@@ -84,11 +84,12 @@ class ParallelBuilder(_Block, Generic[T]):
         self._max_in_flight = n
         return self
 
-    def run(self) -> T:
+    def run(self) -> list[T_co]:
         """The members' results, in the order given, once all of them are there.
 
         Raises:
-          StepFailedError, StepExpiredError, ChildError: of the first member in that order that failed.
+          StepFailedError, StepExpiredError, ChildError: of the member whose failure has cancelled the others; where none were
+            cancelled, of the first in the order given that failed.
         """
         self._built = True
         replay = self._replay
@@ -96,11 +97,13 @@ class ParallelBuilder(_Block, Generic[T]):
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
-        result: T = state.conclude(replay)
+        result: list[T_co] = state.conclude(replay)
         return result
 
     def _step_into(self, scope: Scope) -> State | None:
         replay, size = self._replay, len(self._members)
+        if self._max_in_flight is not None:
+            self._check_members_can_wait()
         entry = replay.recorded_block(self.what, size)
         if entry is None:
             policy = self._policy or str(replay.settings.parallel.default_failure_policy)
@@ -119,28 +122,72 @@ class ParallelBuilder(_Block, Generic[T]):
         assert None not in found, "a block is recorded with all of its members"
         return self._joined(entry, [state for state in found if state is not None])
 
+    def _check_members_can_wait(self) -> None:
+        for position, member in enumerate(self._members):
+            if not isinstance(member, ActionBuilder):
+                raise TypeError(
+                    f"max_in_flight() holds back steps only, and number {position + 1} of the block is {member._describe()}: "
+                    "limit the steps inside it, or split the list and run one block after another"
+                )
+
     def _joined(self, entry: BlockEntry, states: list[State]) -> State:
         """Where the block stands, by where its members stand; the rows decide, never a counter (PAR-2)."""
         live = [state for state in states if state.live]
-        failed = next((state.error for state in states if state.error is not None), None)
-        if failed is not None and entry.policy == ParallelFailurePolicy.FAIL_FAST and any(state.idle for state in live):
-            self._replay.cancel_members(entry.sequence)
+        failed = [state for state in states if state.error is not None]
+        if live and failed and entry.policy == ParallelFailurePolicy.FAIL_FAST:
+            self._cancel(entry, live, _sequence(failed[0]))
+        elif live and entry.max_in_flight is not None:
+            self._release(entry.max_in_flight, live)
         if live:
-            return State(None, outside=all(state.outside for state in live), live=True)
-        if failed is not None:
-            return State(None, error=failed)
+            return BlockState(entry, states, outside=all(state.outside for state in live), live=True)
+        if not entry.ended and entry.size:
+            self._replay.finish_block(entry)
+        if failed:
+            cause = next((state for state in failed if _sequence(state) == entry.failed_by), failed[0])
+            return BlockState(entry, states, error=cause.error)
         values = [state.value for state in states]
-        if None in values:  # cancelled without a failure beside it: by an operator's hand
-            return State(None, outside=True, live=False)
-        return State(None, value=lambda: [value() for value in values if value is not None])
+        if None in values:  # cancelled without a failure beside it: with the block around it, or by an operator's hand
+            return BlockState(entry, states, outside=True, live=False)
+        return BlockState(entry, states, value=lambda: [value() for value in values if value is not None])
+
+    def _cancel(self, entry: BlockEntry, live: list[State], failed_by: int) -> None:
+        """The first hard failure: what is not running is cancelled, what runs gets no further try; blocks inside as well (PAR-4)."""
+        if entry.failed_by is None or any(state.idle for state in live):
+            self._replay.cancel_members(entry, failed_by if entry.failed_by is None else entry.failed_by)
+        for state in live:
+            if isinstance(state, BlockState):
+                self._cancel(state.block, [member for member in state.members if member.live], failed_by)
+
+    def _release(self, limit: int, live: list[State]) -> None:
+        """Members that are held back take the places of those that have ended in ways that only a drive sees: parked, expired."""
+        held = [state.entry for state in live if isinstance(state.entry, StepEntry) and state.entry.extra.held_back]
+        if held:
+            in_flight = sum(1 for state in live if not state.outside) - len(held)
+            for entry in held[: max(0, limit - in_flight)]:
+                self._replay.release_member(entry)
 
 
-class SagaBuilder(_Block, Generic[T]):
+class BlockState(State):
+    """Where a block stands, and its members."""
+
+    __slots__ = ("block", "members")
+
+    def __init__(self, block: BlockEntry, members: list[State], **standing: Any) -> None:
+        super().__init__(None, **standing)
+        self.block = block
+        self.members = members
+
+    @property
+    def idle(self) -> bool:
+        return any(member.idle for member in self.members)
+
+
+class SagaBuilder(_Block, Generic[T_co]):
     """Steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
 
     what = "saga"
 
-    def __init__(self, replay: Replay, members: Sequence[Member]) -> None:
+    def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._comp_policy: str | None = None
         self._parallel: bool | None = None
         self._on_self_failure: bool | None = None
@@ -148,7 +195,11 @@ class SagaBuilder(_Block, Generic[T]):
 
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of the group does to the rest of the rollback; a step's own word comes first (COMP-4)."""
-        self._comp_policy = CompensationFailurePolicy(policy).value
+        try:
+            self._comp_policy = CompensationFailurePolicy(policy).value
+        except ValueError:
+            self._built = True
+            raise
         return self
 
     def compensate_in_parallel(self, flag: bool = True) -> Self:
@@ -157,11 +208,28 @@ class SagaBuilder(_Block, Generic[T]):
         return self
 
     def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
-        """Undo also the step of the group that failed, or of which nobody knows how it ended (COMP-5)."""
+        """Undo also the step of the group that failed, or of which nobody knows how it ended; a step's own word comes first (COMP-5).
+
+        Raises:
+          TypeError: a step of the group builds its compensation from its result, which there is none of then (COMP-10).
+        """
         self._on_self_failure = flag
+        if flag:
+            self._check_self_failure(self._members)
         return self
 
-    def run(self) -> list[T]:
+    def _check_self_failure(self, members: Sequence[Member[Any]]) -> None:
+        for member in members:
+            if isinstance(member, ParallelBuilder):
+                self._check_self_failure(member._members)
+            elif getattr(member, "_compensation_from", None) is not None and getattr(member, "_on_self_failure", None) is None:
+                self._built = True
+                raise TypeError(
+                    f"saga().compensate_step_on_self_failure(): {member._describe()} builds its compensation from its result, and has none "
+                    "when it fails; give it compensate_with(actor, ...), or compensate_step_on_self_failure(False) of its own (COMP-10)"
+                )
+
+    def run(self) -> list[T_co]:
         """The results of the steps, in the order given.
 
         Raises:
@@ -173,7 +241,7 @@ class SagaBuilder(_Block, Generic[T]):
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
-        result: list[T] = state.conclude(replay)
+        result: list[T_co] = state.conclude(replay)
         return result
 
     def _step_into(self, scope: Scope) -> State | None:
@@ -197,6 +265,13 @@ class SagaBuilder(_Block, Generic[T]):
                 return state
             values.append(state.value)
         return State(None, value=lambda: [value() for value in values])
+
+
+def _sequence(state: State) -> int:
+    """The sequence of a member that has failed."""
+    if isinstance(state, BlockState):
+        return state.block.sequence
+    return 0 if state.entry is None else state.entry.sequence
 
 
 def _within(entry: BlockEntry, scope: Scope, position: int, *, held_back: bool = False) -> Scope:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import dramatiq
 
-from .codec import decode, load_error
-from .engine import runs
+from .codec import decode, encode, load_error
+from .engine import runs, undoing
+from .engine import signals as signalling
 from .engine.decision import write_tag
 from .engine.replay import refuse_inside_workflow
 from .errors import (
+    CannotSignalFlowError,
     FlowCancelledError,
     FlowExpiredError,
     FlowFailedError,
@@ -26,8 +28,10 @@ from .errors import (
     in_one_line,
 )
 from .flow import tag_text
+from .options import short_text
 from .statuses import FlowStatus, RollbackStatus
-from .views import ActionView, CompensationView, EventView
+from .store.models import NAME_LENGTH
+from .views import ActionView, CompensationView, EventView, SignalView
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -49,6 +53,7 @@ _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE r
 _COMPENSATIONS = (
     f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
+_SIGNALS = f"SELECT {', '.join(SignalView.COLUMNS)} FROM {{signals}} WHERE run_id = ? ORDER BY id"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 
 
@@ -121,6 +126,39 @@ class FlowHandle(Generic[R]):
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LONGEST_WAIT)
 
+    def signal(self, name: str, payload: Any = None, *, key: str | None = None) -> None:
+        """Signal the run: what waits for ``name`` takes it, or whatever asks for it next (SIG-1).
+
+        Signals are taken in the order in which they arrive, each by one wait. Inside a transaction of the store's database the signal
+        belongs to that transaction (HOST-1).
+
+        Parameters:
+          payload: JSON values, or what the encoder carries.
+          key: makes the signal count once per run: another one with the same key answers like the first and changes nothing, even
+            when the run has ended meanwhile (SIG-3). Give the id of what you were sent, a webhook's delivery for example.
+
+        Raises:
+          FlowNotFoundError: there is no such run.
+          CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: the run takes no signals now; nothing was written.
+          SignalKeyConflictError: the key belongs to a signal of another name.
+          NotSerializableError: the payload cannot be stored; TypeError, ValueError: the name or the key cannot be.
+          MessageNotSentError: it is accepted, but the broker did not take the message that has the run driven.
+        """
+        refuse_inside_workflow(f"signalling run {self.id} from its handle")
+        short_text(name, "a signal's name", limit=NAME_LENGTH)
+        if key is not None:
+            short_text(key, "a signal's key", limit=NAME_LENGTH)
+        data = encode(payload, f"the payload of signal {name!r}")
+        signalling.send(self._engine, signalling.Signal(self.id, name, data, key), self._middleware.sender(self._broker))
+
+    def signal_if_running(self, name: str, payload: Any = None, *, key: str | None = None) -> bool:
+        """As :meth:`signal`, for a run that may have ended: false where it takes no signals, and then nothing was written."""
+        try:
+            self.signal(name, payload, key=key)
+        except CannotSignalFlowError:
+            return False
+        return True
+
     def cancel(self, reason: str | None = None) -> bool:
         """End the run as ``cancelled`` without undoing anything; false where it already is cancelled or rolling back (COMP-1).
 
@@ -138,6 +176,21 @@ class FlowHandle(Generic[R]):
         """
         runs.refuse_joined(self._engine, "compensate()")
         return runs.compensate(self._engine, self.id, self._middleware.sender(self._broker), reason)
+
+    def resume_rollback(self) -> bool:
+        """Go on with a rollback that has halted (COMP-8); false where it is going on already.
+
+        Only what is not undone yet is tried, its tries renewed; the run keeps its terminal status and its error, and ``rollback``
+        is ``running`` again until it is ``done`` or halts anew.
+
+        Raises:
+          ConcurrentTransitionError: no rollback of this run has halted; the error says where it is.
+          FlowNotFoundError: there is no such run.
+          SagaError: called inside a transaction of the store's database (HOST-1).
+        """
+        refuse_inside_workflow("resuming a rollback")
+        runs.refuse_joined(self._engine, "resume_rollback()")
+        return undoing.resume(self._engine, self.id, self._middleware.sender(self._broker))
 
     def kick(self) -> KickReport:
         """Drive the run again, refill its repair budget, and send what it is parked on once more (KICK-1)."""
@@ -168,6 +221,10 @@ class FlowHandle(Generic[R]):
     def compensations(self) -> list[CompensationView]:
         """The run's compensations, in the order in which they run."""
         return [CompensationView(*row) for row in self._engine.store.read(lambda tx: tx.all(_COMPENSATIONS, (self.id,)))]
+
+    def signals(self) -> list[SignalView]:
+        """The signals that the run was sent, in the order in which they arrived."""
+        return [SignalView(*row) for row in self._engine.store.read(lambda tx: tx.all(_SIGNALS, (self.id,)))]
 
     def events(self) -> list[EventView]:
         """The run's history, oldest first (EVENT-1)."""

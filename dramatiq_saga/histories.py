@@ -10,11 +10,9 @@ who can read the repository. Record runs of test data, or give ``scrub`` a funct
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import dramatiq
 
 from .clock import to_iso
-from .codec import decode, encode, freeze, load_error, message_of
-from .engine.rows import Entry, SideEffectEntry, Snapshot, StepEntry
+from .codec import decode, load_error, message_of
+from .engine.documents import Keeper, Scrub, from_document, kept_error, stored_bytes, to_document
 from .engine.snapshot import read
 from .engine.verify import walk
 from .errors import FlowNotFoundError, HistoryFormatError, in_one_line, qualified_name
 from .flow import Flow
 
 if TYPE_CHECKING:
+    from .engine.rows import Snapshot
     from .handle import FlowHandle
     from .store.database import Store, Tx
     from .workflow import Workflow
@@ -38,10 +37,9 @@ if TYPE_CHECKING:
 #: What a file calls itself, and the version of the format that is written. Every version up to this one is read.
 FORMAT, FORMAT_VERSION = "dramatiq_saga.history", 1
 
-Scrub = Callable[[Any], Any]
-
 _RUN = "SELECT result, error FROM {flow_runs} WHERE id = ?"
-_ARGS = "SELECT sequence, args, comp_args FROM {action_runs} WHERE run_id = ? ORDER BY sequence"
+_STEP_ARGS = "SELECT sequence, args, comp_args FROM {action_runs} WHERE run_id = ?"
+_CHILD_ARGS = "SELECT sequence, args, comp_args FROM {children} WHERE run_id = ?"
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class History:
     def result(self) -> Any:
         """What the run returned; ``None`` where it had not completed."""
         stored = self.document["result"]
-        return None if stored is None else decode(_bytes(stored))
+        return None if stored is None else decode(stored_bytes(stored))
 
     def to_json(self) -> str:
         """The text of a file."""
@@ -137,32 +135,30 @@ def read_history(store: Store, run_id: str, *, scrub: Scrub | None = None) -> Hi
 
     def operation(tx: Tx) -> tuple[Snapshot, Any, list[Any]] | None:
         snapshot = read(tx, run_id)
-        return None if snapshot is None else (snapshot, tx.one(_RUN, (run_id,)), tx.all(_ARGS, (run_id,)))
+        return (
+            None
+            if snapshot is None
+            else (
+                snapshot,
+                tx.one(_RUN, (run_id,)),
+                [*tx.all(_STEP_ARGS, (run_id,)), *tx.all(_CHILD_ARGS, (run_id,))],
+            )
+        )
 
     found = store.read(operation)
     if found is None:
         raise FlowNotFoundError(run_id)
     snapshot, (result, error), rows = found
-    stored = _Stored(scrub)
-    arguments = {sequence: (stored.data(args), stored.data(comp_args)) for sequence, args, comp_args in rows}
+    keep = Keeper(scrub)
     document = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "encoder": qualified_name(type(dramatiq.get_encoder())),
         "recorded_at": to_iso(now),
         "recorded_at_ms": now,
-        "run_id": snapshot.run_id,
-        "workflow": snapshot.workflow,
-        "version": snapshot.version,
-        "queue": snapshot.queue,
-        "status": snapshot.status,
-        "rollback": snapshot.rollback,
-        "arguments": stored.value(snapshot.args()),
-        "context": stored.data(snapshot.context),
-        "tags": snapshot.tags,
-        "result": stored.data(result),
-        "error": _error(error),
-        "entries": [_written(entry, stored, *arguments.get(entry.sequence, (None, None))) for entry in snapshot.entries],
+        **to_document(snapshot, keep, {sequence: (args, comp_args) for sequence, args, comp_args in rows}),
+        "result": keep.data(result),
+        "error": kept_error(error),
     }
     return History(document)
 
@@ -224,141 +220,15 @@ def replay_history(workflow: Workflow[Any, Any], history: History | str | Path) 
         walked.ends,
         None if decision.result is None else decode(decision.result),
         None if error is None else in_one_line(error["type"], error["message"]),
-        tuple(f"step {step.actor!r}" for step in decision.steps),
+        tuple(entry.describe() for entry in walked.context.new_entries),
     )
-
-
-# --- entries ---------------------------------------------------------------------------------------------------------
-
-
-class _Stored:
-    """Stored values on their way into a document: as JSON where their bytes are JSON, else as base64."""
-
-    def __init__(self, scrub: Scrub | None) -> None:
-        self._scrub = scrub
-
-    def data(self, data: Any) -> dict[str, Any] | None:
-        """Of the bytes that are stored."""
-        if data is None:
-            return None
-        data = bytes(data)
-        return self.value(decode(data)) if self._scrub is not None else _kept(data)
-
-    def value(self, value: Any) -> dict[str, Any]:
-        """Of a decoded value."""
-        return _kept(encode(value if self._scrub is None else self._scrub(value), "a value of the history"))
-
-
-def _kept(data: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(data)
-        if json.dumps(value, separators=(",", ":"), allow_nan=False).encode() == data:
-            return {"json": value}
-    return {"base64": base64.b64encode(data).decode("ascii")}
-
-
-def _bytes(stored: Any) -> bytes:
-    """What :func:`_kept` kept."""
-    match stored:
-        case {"json": value}:
-            return json.dumps(value, separators=(",", ":")).encode()
-        case {"base64": str(text)}:
-            return base64.b64decode(text, validate=True)
-    raise ValueError(f"{stored!r} is no stored value: it is an object with 'json' or 'base64'")
-
-
-def _thaw(stored: Any) -> Callable[[], Any] | None:
-    return None if stored is None else freeze(_bytes(stored))
-
-
-def _error(text: str | None) -> dict[str, Any] | None:
-    """A recorded error without its tracebacks, which name files of somebody's machine."""
-    return None if text is None else _without_traceback(load_error(text))
-
-
-def _without_traceback(error: dict[str, Any]) -> dict[str, Any]:
-    cause = error["cause"]
-    bare = {key: value for key, value in error.items() if key != "traceback"}
-    return {
-        **bare,
-        "bases": list(error["bases"]),
-        "cause": _without_traceback({**load_error("{}"), **cause}) if cause else None,
-    }
-
-
-def _error_text(error: dict[str, Any] | None) -> str | None:
-    return None if error is None else json.dumps(_with_traceback(error))
-
-
-def _with_traceback(error: dict[str, Any]) -> dict[str, Any]:
-    cause = error["cause"]
-    return {**error, "traceback": "", "cause": None if cause is None else _with_traceback(cause)}
-
-
-def _written(entry: Entry, stored: _Stored, args: Any, comp_args: Any) -> dict[str, Any]:
-    """An entry as it stands in a document."""
-    if isinstance(entry, SideEffectEntry):
-        return {"sequence": entry.sequence, "kind": "side effect", "name": entry.name, "value": stored.value(entry.value())}
-    if not isinstance(entry, StepEntry):
-        raise NotImplementedError(f"{entry.describe()} in a recorded history")
-    written = {
-        "sequence": entry.sequence,
-        "kind": "step",
-        "actor": entry.actor,
-        "status": entry.status,
-        "given_up": entry.given_up,
-        "attempts": entry.attempts,
-        "cycle": entry.cycle,
-        "optional": entry.optional,
-        "arguments": args,
-        "result": None if entry.value is None else stored.value(entry.value()),
-        "error": _error(entry.error),
-        "compensation": None,
-    }
-    if entry.comp_actor is not None or entry.comp_from_result:
-        written["compensation"] = {
-            "actor": entry.comp_actor,
-            "arguments": comp_args,
-            "ready": entry.comp_ready,
-            "from_result": entry.comp_from_result,
-            "on_self_failure": entry.comp_on_self_failure,
-        }
-    return written
-
-
-def _read_entry(entry: dict[str, Any]) -> Entry:
-    """An entry from a document."""
-    match entry["kind"]:
-        case "step":
-            undo = entry["compensation"] or {}
-            return StepEntry(
-                entry["sequence"], entry["actor"], entry["status"], entry["given_up"], entry["attempts"], entry["cycle"],
-                _thaw(entry["result"]), _error_text(entry["error"]), entry["optional"], undo.get("actor"), undo.get("ready", False),
-                undo.get("from_result", False), undo.get("on_self_failure", False),
-            )  # fmt: skip
-        case "side effect":
-            value = _thaw(entry["value"])
-            if value is None:
-                raise ValueError("a side effect without a value")
-            return SideEffectEntry(entry["sequence"], entry["name"], value)
-        case kind:
-            raise ValueError(f"an entry of the unknown kind {kind!r}")
 
 
 def snapshot_of(history: History, name: str) -> Snapshot:
     """What a replay is given. ``name`` is what errors call the history."""
     document = history.document
     try:
-        entries = [_read_entry(entry) for entry in document["entries"]]
-        if [entry.sequence for entry in entries] != list(range(1, len(entries) + 1)):
-            raise ValueError("the sequences of its entries do not go from 1 to their number")
-        args = freeze(_bytes(document["arguments"]))
-        context = document["context"]
-        return Snapshot(
-            document["run_id"], document["workflow"], document["version"], document["queue"], None, None, document["status"],
-            document["rollback"], len(entries), len(entries) + 1, len(entries), args, None if context is None else _bytes(context), 0,
-            entries, dict(document["tags"]),
-        )  # fmt: skip
+        return from_document(document)
     except KeyError as error:
         raise HistoryFormatError(name, f"{error} is missing in it") from None
     except Exception as error:  # an encoder may raise what it likes

@@ -13,17 +13,19 @@ from dramatiq.broker import MessageProxy
 from dramatiq.middleware import Retries
 
 from .codec import load_error
+from .coroutines import body_of, inline_loop
 from .engine import drive as drives
 from .engine import runs
 from .engine.sender import InlineSender
 from .errors import SagaError, UnknownActorError, WouldBlockError
-from .step import Delivery, Runner
+from .step import Delivery
 
 if TYPE_CHECKING:
     from dramatiq import Actor, Broker
 
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
+    from .step import Runner
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
 _OPEN = (
@@ -54,9 +56,10 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     sender = InlineSender()
     if not runs.start(engine, new, sender):
         return
-    runner = Runner(engine, broker, sender, inline=True)
-    while sender.queue:
-        run_message(runner, sender.queue.popleft())
+    runner = middleware.runner(broker).inlined(sender)
+    with inline_loop():
+        while sender.queue:
+            run_message(runner, sender.queue.popleft())
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))
     if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
         return
@@ -85,11 +88,11 @@ def run_message(runner: Runner, outgoing: Outgoing) -> None:
         )
         runner.refuse(job, outgoing.actor, error)
         return
-    plain = getattr(actor.fn, "__wrapped__", actor.fn)
+    body = body_of(actor)
     tries = outgoing.tries
     while True:
         try:
-            runner.perform(delivery, plain)
+            runner.perform(delivery, body)
             return
         except Exception as error:
             if delivery.state != "failed":

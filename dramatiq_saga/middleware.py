@@ -18,6 +18,7 @@ import random
 import secrets
 import socket
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,11 +43,12 @@ from dramatiq.middleware import (
 from dramatiq.middleware.threading import is_gevent_active
 from dramatiq.results import Results
 
-from .barriers import ensure_group_callbacks
+from .barriers import BlockBarriers, ensure_group_callbacks
 from .brokers.database import DatabaseBroker
+from .coroutines import body_of
 from .engine.core import ActorFacts, Engine
 from .engine.replay import refuse_inside_workflow
-from .engine.rows import Outgoing
+from .engine.rows import Group, Outgoing
 from .engine.sender import DeferredSender, JoinedSender
 from .errors import (
     MessageNotSentError,
@@ -96,6 +98,10 @@ class WithheldError(MiddlewareError, BrokerConnectionError):
     """Keeps Dramatiq from acknowledging a message whose outcome the store would not take before the worker stopped (FENCE-3)."""
 
 
+#: Every middleware of this process: a test puts stand-ins in the place of their brokers.
+made: weakref.WeakSet[SagaMiddleware] = weakref.WeakSet()
+
+
 class _Local(threading.local):
     delivery: Delivery | None = None  # the message at hand in this thread
     pending: Delivery | None = None  # the same, until the actor's call has taken it
@@ -132,6 +138,12 @@ class SagaMiddleware(Middleware):
         self._runner: Runner | None = None
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
+        made.add(self)
+
+    @property
+    def broker(self) -> Broker | None:
+        """The broker that it serves, once that is known."""
+        return self._broker
 
     # --- parts, made at first use ------------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class SagaMiddleware(Middleware):
             with self._lock:
                 if self._engine is None:
                     self._engine = self._make_engine(broker)
-        elif self._broker is not broker:
+        elif self._broker is not broker and getattr(self._broker, "stands_in_for", None) is not broker:  # see testing/
             raise MiddlewareOrderError("one SagaMiddleware cannot serve two brokers: make one for each")
         return self._engine
 
@@ -199,13 +211,17 @@ class SagaMiddleware(Middleware):
         engine = self.engine(broker)
         if getattr(broker, "store", None) is engine.store:
             return JoinedSender(
-                cast("Any", broker), functools.partial(build_message, broker), functools.partial(disarm, broker)
+                cast("Any", broker),
+                functools.partial(build_message, broker),
+                functools.partial(disarm, broker),
+                BlockBarriers(broker, self, store=engine.store),
             )
         return DeferredSender(
             engine.store,
             functools.partial(_enqueue, broker),
             build=functools.partial(build_message, broker),
             calm=functools.partial(disarm, broker),
+            barriers=BlockBarriers(broker, self, store=engine.store),
         )
 
     # --- declaring ---------------------------------------------------------------------------------------------------
@@ -217,6 +233,8 @@ class SagaMiddleware(Middleware):
         if getattr(actor, "__saga_wrapped__", None) is self or getattr(actor, "__saga_workflow__", False):
             return
         plain = actor.fn
+        actor.__saga_plain__ = plain  # type: ignore[attr-defined]
+        body = body_of(actor)
         local = self._local
 
         @functools.wraps(plain)
@@ -226,7 +244,7 @@ class SagaMiddleware(Middleware):
                 refuse_inside_workflow(f"calling actor {actor.actor_name} (write flow.run({actor.actor_name}, ...))")
                 return plain(*args, **kwargs)
             local.pending = None
-            return self.runner(broker).perform(delivery, plain)
+            return self.runner(broker).perform(delivery, body)
 
         actor.fn = call
         actor.__saga_wrapped__ = self  # type: ignore[attr-defined]
@@ -516,6 +534,10 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     """The Dramatiq message of one row: it carries ids, never payloads (C49)."""
     facts: dict[str, Any] = {"kind": outgoing.kind, "run": outgoing.run_id}
     options: dict[str, Any] = dict(outgoing.options) if outgoing.options else {}
+    group = outgoing.group
+    if group is not None:
+        options["group_completion_uuid"] = group.id
+        options["group_completion_callbacks"] = [_callback(outgoing.run_id, group)]
     if outgoing.kind != "drive":
         facts["sequence"] = outgoing.sequence
         if outgoing.cycle:
@@ -530,6 +552,18 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     return Message(
         queue_name=outgoing.queue, actor_name=outgoing.actor, args=(), kwargs={}, options=options, message_id=_message_id()
     )
+
+
+def _callback(run_id: str, group: Group) -> dict[str, Any]:
+    """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
+    facts = {"kind": "callback", "run": run_id, "block": group.block, "first": group.first, "last": group.last}
+    options: dict[str, Any] = {OPTION: facts}
+    if group.priority is not None:
+        options["priority"] = group.priority
+    message: Message[Any] = Message(
+        queue_name=group.queue, actor_name=group.workflow, args=(), kwargs={}, options=options, message_id=_message_id()
+    )
+    return dict(message.asdict())
 
 
 #: A generator of our own, so that an application's random.seed() has no say in message ids; each process has its own state.

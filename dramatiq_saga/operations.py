@@ -21,12 +21,13 @@ from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
-from .errors import FlowNotFoundError, SagaError
+from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
 from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
 from .recovery.kick import KickReport, kick
+from .recovery.prune import PruneReport, prune
 from .recovery.sweep import SweepReport, sweep
 from .reports import RunReport, StepReport, read_run
 from .settings import Settings
@@ -83,6 +84,22 @@ class Cancelled:
     changed: bool
     stands: tuple[StepReport, ...] = ()
     undone: tuple[StepReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The answer to a resumed rollback.
+
+    ``changed`` is false where it was going on already. ``left`` is what is still to be undone, ``never`` what can never be: its undo
+    needs a result that could not be kept.
+    """
+
+    run_id: str
+    status: str
+    rollback: str
+    changed: bool
+    left: tuple[StepReport, ...] = ()
+    never: tuple[StepReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,24 +272,61 @@ class Operator:
         undone = [step for step in report.steps if step.compensation is not None]
         return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone))
 
+    def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
+        """Signal a run; the run as it is afterwards.
+
+        Raises what :meth:`FlowHandle.signal` raises.
+        """
+        self._handle(run_id, "signal").signal(name, payload, key=key)
+        return self.show_run(run_id)
+
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
         engine, sender = self._engine("kick")
         return kick(engine, run_id, sender)
 
-    def resume_rollback(self, run_id: str) -> None:
-        """Go on with a rollback that was halted: not part of this version."""
-        self._handle(run_id, "resume-rollback")
-        raise RefusedError(
-            f"resuming a halted rollback is not part of this version: see in `dramatiq-saga show {run_id}` what is not undone, "
-            "and undo it by hand"
-        )
+    def resume_rollback(self, run_id: str) -> Resumed:
+        """Go on with a rollback that has halted, once its cause is mended (COMP-8).
+
+        Raises:
+          RefusedError: nothing of it has halted; the text says where it is.
+          FlowNotFoundError: there is no such run.
+        """
+        handle = self._handle(run_id, "resume-rollback")
+        try:
+            changed = handle.resume_rollback()
+        except ConcurrentTransitionError as error:
+            raise RefusedError(
+                f"run {run_id} is {error.actual}: only a rollback that has halted is resumed, and a run that has ended is never "
+                f"restarted; see `dramatiq-saga show {run_id}`"
+            ) from None
+        report = self.show_run(run_id)
+        undos = [step for step in report.steps if step.compensation is not None]
+        left = [step for step in undos if step.compensation and step.compensation.row.status != "completed"]
+        never = [step for step in left if step.compensation and not step.compensation.row.actor]
+        return Resumed(
+            run_id, report.status, report.rollback, changed,
+            tuple(step for step in left if step not in never), tuple(never),
+        )  # fmt: skip
 
     # --- all runs ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> SweepReport:
         """One sweep: monitor, then repair where it is enabled."""
         return sweep(*self._engine("sweep"))
+
+    def prune(
+        self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Delete runs that ended more than ``days`` ago, or until ``before`` (milliseconds) (PRUNE-1).
+
+        ``days`` is ``prune.retention_days`` where neither is given; ``dry_run`` only counts.
+        """
+        self._require_tables()
+        if before is None:
+            age = self.settings.prune.retention_days if days is None else days
+            before = self.store.clock.now() - round(age * 86_400_000)
+        return prune(self.store, before=before, dry_run=dry_run, limit=limit)
 
     def init(self) -> list[str]:
         """Create or migrate the tables; the names of what was applied. Safe to repeat, and from many processes at once."""
@@ -406,4 +460,4 @@ def _unknown_workflow(name: str, declared: Mapping[str, Any]) -> str:
     return f"no workflow named {name!r} is declared by the application: {hint}"
 
 
-__all__ = ["Cancelled", "Operator", "RefusedError", "RunLine", "Sent", "run_of"]
+__all__ = ["Cancelled", "Operator", "RefusedError", "Resumed", "RunLine", "Sent", "run_of"]

@@ -16,8 +16,9 @@ import dramatiq
 from .clock import moment_to_ms
 from .handle import FlowHandle
 from .middleware import middleware_of
+from .options import short_text
 from .statuses import FlowStatus
-from .store.models import narrowed
+from .store.models import LIVE, NAME_LENGTH, narrowed
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 #: Rows that one read fetches while a query is iterated over.
 PAGE = 200
+
+#: Their first terms are the predicates of indexes that hold live runs, or open waits, only.
+_AWAITING = (
+    f"r.{LIVE} AND r.id IN (SELECT w.run_id FROM {{waits}} w WHERE w.status = 'waiting' AND w.name = ? AND w.kind = 'signal')"
+)
+_SIGNALABLE = f"r.{LIVE} AND r.status <> 'rolling_back'"
+_NOT_SIGNALABLE = "(r.ended_at IS NOT NULL OR r.status = 'rolling_back')"
 
 _ORDERS = {
     "newest": "created_at DESC, id DESC",
@@ -45,6 +53,8 @@ class FlowQuery:
     after: int | None = None
     order: str = "newest"
     limit: int | None = None
+    awaiting_signal: str | None = None
+    signalable: bool | None = None
 
     def where(self, **conditions: Any) -> FlowQuery:
         """This search, narrowed: the same conditions as :func:`query` takes."""
@@ -115,6 +125,11 @@ class FlowQuery:
         if self.after is not None:
             clauses.append("r.created_at >= ?")
             params.append(self.after)
+        if self.awaiting_signal is not None:
+            clauses.append(_AWAITING)
+            params.append(self.awaiting_signal)
+        if self.signalable is not None:
+            clauses.append(_SIGNALABLE if self.signalable else _NOT_SIGNALABLE)
         return " AND ".join(clauses), params
 
 
@@ -123,6 +138,8 @@ def query(
     workflow: Any = None,
     status: FlowStatus | str | Iterable[FlowStatus | str] | None = None,
     tags: Mapping[str, str | int | None] | None = None,
+    awaiting_signal: str | None = None,
+    signalable: bool | None = None,
     before: datetime | None = None,
     after: datetime | None = None,
     order: str | None = None,
@@ -135,13 +152,23 @@ def query(
       workflow: a :class:`~dramatiq_saga.Workflow` or its name.
       status: one status or several.
       tags: every one of them has to be there with that value.
+      awaiting_signal: waits for a signal of that name now.
+      signalable: true: takes signals, so it has not ended and is not rolling back; false: takes none any more.
       before, after: when the run was started, as aware ``datetime`` objects.
       order: ``"newest"`` (default) or ``"oldest"`` first.
       limit: how many at most.
       broker: the global one by default.
     """
     conditions = read_conditions(
-        workflow=workflow, status=status, tags=tags, before=before, after=after, order=order, limit=limit
+        workflow=workflow,
+        status=status,
+        tags=tags,
+        awaiting_signal=awaiting_signal,
+        signalable=signalable,
+        before=before,
+        after=after,
+        order=order,
+        limit=limit,
     )
     return FlowQuery(broker or dramatiq.get_broker(), **conditions)
 
@@ -151,6 +178,8 @@ def read_conditions(
     workflow: Any = None,
     status: Any = None,
     tags: Mapping[str, Any] | None = None,
+    awaiting_signal: str | None = None,
+    signalable: bool | None = None,
     before: datetime | None = None,
     after: datetime | None = None,
     order: str | None = None,
@@ -168,6 +197,12 @@ def read_conditions(
         given["status"] = tuple(FlowStatus(word).value for word in words)
     if tags is not None:
         given["tags"] = tuple((name, None if value is None else str(value)) for name, value in tags.items())
+    if awaiting_signal is not None:
+        given["awaiting_signal"] = short_text(awaiting_signal, "a signal's name", limit=NAME_LENGTH)
+    if signalable is not None:
+        if not isinstance(signalable, bool):
+            raise TypeError(f"signalable is True or False, not {signalable!r}")
+        given["signalable"] = signalable
     if before is not None:
         given["before"] = moment_to_ms(before)
     if after is not None:

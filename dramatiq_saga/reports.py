@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
@@ -53,12 +53,13 @@ class NextTry:
 
 @dataclass(frozen=True, slots=True)
 class CompensationReport:
-    """The undoing of a step."""
+    """The undoing of a step. ``beside`` names the steps that are undone side by side with it, in one level of the rollback."""
 
     row: CompensationView
     tries_in_all: int | None
     repair_attempts: int
     goes_on: bool = True  # whether its rollback is running
+    beside: tuple[int, ...] = ()
 
     @property
     def next_try(self) -> NextTry | None:
@@ -147,7 +148,8 @@ class RunReport:
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
             "compensation": None if compensation is None else {
                 **_common(compensation.row, compensation),
-                "level": compensation.row.level, "undoes": compensation.row.undoes, "policy": compensation.row.policy,
+                "level": compensation.row.level, "beside": list(compensation.beside), "undoes": compensation.row.undoes,
+                "policy": compensation.row.policy,
                 "not_before": to_iso(compensation.row.not_before), "args": self.payload(compensation.row.stored_args),
             },
         }  # fmt: skip
@@ -193,18 +195,23 @@ def read_run(
     facts["unseen_wakes"] = facts.pop("wakes") - facts.pop("wakes_seen")
 
     undone: dict[int, CompensationReport] = {}
+    levels: dict[int, list[int]] = {}
     for row in tx.all(_COMPENSATIONS, (run_id,)):
         *columns, options, repairs = row
         view = CompensationView(*_plain(columns))
+        levels.setdefault(view.level, []).insert(0, view.sequence)
         undone[view.sequence] = CompensationReport(
             view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running"
         )
+    for sequence, undo in undone.items():
+        beside = tuple(other for other in levels[undo.row.level] if other != sequence)
+        undone[sequence] = replace(undo, beside=beside) if beside else undo
     steps = []
     for row in tx.all(_STEPS, (run_id,)):
         *columns, options, comp_actor, from_result, repairs = row
         step = ActionView(*_plain(columns))
-        undo = comp_actor or (FROM_RESULT if from_result else None)
-        steps.append(StepReport(step, tries_of(step.actor, _options(options)), repairs, undo, undone.get(step.sequence)))
+        undo_by = comp_actor or (FROM_RESULT if from_result else None)
+        steps.append(StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence)))
     return RunReport(
         **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,

@@ -6,13 +6,16 @@ or cannot work raises :class:`~dramatiq_saga.errors.SettingsError` with the key'
 
 Defaults stand on the dataclass fields; checks and meanings stand in one table below, from which the reference page is
 checked. A section that is made by itself is checked when it becomes part of a ``Settings``. Reads the environment only
-when asked to, and touches nothing else. Long, because each of some fifty keys has a field, a check and a sentence.
+when asked to, imports only the hooks that it is told to, and touches nothing else. Long, because each of some fifty keys
+has a field, a check and a sentence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -205,7 +208,12 @@ class Logging:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What travels with a run: tenant, correlation id, trace context (CTX-1)."""
+    """What travels with a run: tenant, correlation id, trace context (CTX-1).
+
+    ``capture()`` gives anything that the encoder carries. ``restore(captured)`` gives a context manager, which is entered around
+    the piece of code, or a function without arguments that undoes it, or the token of ``ContextVar.set()``, or ``None``.
+    In a mapping and in the environment either may be named, as ``"package.module:function"``.
+    """
 
     auto: bool = False
     capture: Callable[[], Any] | None = None
@@ -250,6 +258,10 @@ class Settings:
             object.__setattr__(self, field.name, _checked(getattr(self, field.name), field.default, field.name))
         _check_backoff(self.monitor.expiration.backoff, "monitor.expiration.backoff")
         _check_backoff(self.repair.backoff, "repair.backoff")
+        if self.context.auto and (self.context.capture is not None or self.context.restore is not None):
+            raise SettingsError(
+                "context.auto", "is for runs without hooks of your own: drop it, or context.capture and context.restore"
+            )
 
     @classmethod
     def recommended(cls, **overrides: Any) -> Settings:
@@ -291,11 +303,11 @@ class Settings:
 
 
 class SettingKey(NamedTuple):
-    """One line of the reference page. ``env`` is ``None`` where only code can set the key."""
+    """One line of the reference page."""
 
     key: str
     default: Any
-    env: str | None
+    env: str
     meaning: str
 
 
@@ -303,8 +315,7 @@ def reference() -> Iterator[SettingKey]:
     """Every key there is, with its default, its environment name and its meaning."""
     defaults = Settings()
     for key, rule in _RULES.items():
-        env = None if rule.code_only else ENV_PREFIX + key.upper().replace(".", "__")
-        yield SettingKey(key, _at(defaults, key), env, rule.meaning)
+        yield SettingKey(key, _at(defaults, key), ENV_PREFIX + key.upper().replace(".", "__"), rule.meaning)
 
 
 # --- checks: each returns the value as it is stored, or raises ValueError with the rest of the sentence --------------
@@ -315,7 +326,6 @@ class _Rule:
     meaning: str
     check: Callable[[Any], Any]
     parse: Callable[[str], Any]
-    code_only: bool = False
 
 
 def _shown(value: object) -> str:
@@ -335,7 +345,7 @@ def _nullable(rule: _Rule, *, word: str = "None") -> _Rule:
     def parse(text: str) -> Any:
         return None if text.strip().lower() in ("", "none", "null") else rule.parse(text)
 
-    return _Rule(rule.meaning, check, parse, rule.code_only)
+    return _Rule(rule.meaning, check, parse)
 
 
 def _flag(meaning: str) -> _Rule:
@@ -417,16 +427,49 @@ def _text(meaning: str, pattern: str, wanted: str, max_bytes: int = 191) -> _Rul
     return _Rule(meaning, check, str)
 
 
-def _hook(meaning: str) -> _Rule:
+def _hook(meaning: str, *, takes: int) -> _Rule:
+    wanted = f"a function of {('no arguments', 'one argument')[takes]}, or where it is: 'package.module:function'"
+
     def check(value: Any) -> Any:
-        if not callable(value):
-            raise ValueError(f"must be a function, not {_shown(value)}")
+        given = value
+        if isinstance(value, str):
+            value = _imported(value, wanted)
+        if not callable(value) or inspect.iscoroutinefunction(value) or not _can_take(value, takes):
+            raise ValueError(f"must be {wanted}, not {_shown(given)}" + (f" ({_shown(value)})" if value is not given else ""))
         return value
 
-    def parse(text: str) -> Any:
-        raise ValueError("takes a function, which only code can give: Settings(context=Context(capture=…, restore=…))")
+    return _Rule(meaning, check, str)
 
-    return _Rule(meaning, check, parse, code_only=True)
+
+def _imported(text: str, wanted: str) -> Any:
+    """What ``package.module:name`` says: the host's own word, from its code or its environment, never from a row (SAFE-1)."""
+    module, _, name = text.strip().partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*", module) or not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise ValueError(f"must be {wanted}, not {_shown(text)}")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as e:
+        raise ValueError(f"names {_shown(text)}, and {module} cannot be imported: {type(e).__name__}: {e}") from e
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(
+                f"names {_shown(text)}, and {module} has no {name}; where that module is the one that makes the settings, "
+                "keep the hooks in one of their own"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _can_take(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python cannot tell
+        return True
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -508,9 +551,15 @@ _RULES: dict[str, _Rule] = {
         _text("name of the anomaly journal's logger; `None`: `dramatiq_saga`", _PRINTABLE, "a logger's name")
     ),
     "context.auto": _flag("without hooks of your own: carry structlog's context variables with every run"),
-    "context.capture": _nullable(_hook("called without arguments when a run is sent; returns what shall travel with it")),
+    "context.capture": _nullable(
+        _hook("called without arguments when a run is sent; returns what shall travel with it", takes=0)
+    ),
     "context.restore": _nullable(
-        _hook("called with what was captured around every piece of your code; returns a context manager or `None`")
+        _hook(
+            "called with what was captured around every piece of your code; returns how that is undone: a context manager, a "
+            "function, the token of `ContextVar.set()`, or `None`",
+            takes=1,
+        )
     ),
     "schema.table_prefix": _text(
         "what the names of all tables begin with",

@@ -29,8 +29,9 @@ from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeL
 from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
+from .context import Around, restorer
+from .engine import blocks, fence, runs, undoing
 from .engine import drive as drives
-from .engine import fence, rollback, runs
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
@@ -61,7 +62,8 @@ MAX_HOP_MS = 60_000
 
 _CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
-_UNDONE_ACTOR = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
 
 
 class _Marks:
@@ -128,7 +130,7 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "attempt", "body", "claim", "damaged", "failure", "interrupts", "job", "message", "retries", "retry_asked",
+        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries", "retry_asked",
         "retry_sent", "run_id", "state",
     )  # fmt: skip
 
@@ -144,10 +146,15 @@ class Delivery:
             self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind == "drive"
+        self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
+        if kind == "callback":
+            self.group = facts.get("block"), facts.get("first"), facts.get("last")
+            known = all(type(number) is int for number in self.group)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.body: Body | None = None
+        self.around = Around()
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
         self.failure: BaseException | None = None
         self.interrupts: list[Interrupt] = []
@@ -169,8 +176,13 @@ class Runner:
         self.engine = engine
         self.broker = broker
         self.sender = sender
+        self.restore = restorer(engine.settings)
         self.stopping = threading.Event()
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
+
+    def inlined(self, sender: Sender) -> Runner:
+        """A runner of the same kind for a loop in the calling process (SYNC-1)."""
+        return Runner(self.engine, self.broker, sender, inline=True)
 
     # --- patience ----------------------------------------------------------------------------------------------------
 
@@ -258,7 +270,7 @@ class Runner:
                     return
                 options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
-            body = delivery.body = Body(lambda into: self._call(claim, step, fn, into), None if self.inline else self.broker)
+            body = delivery.body = Body(lambda into: self._call(delivery, step, fn, into), None if self.inline else self.broker)
         if body is not None and not body.started and claim.stale_at is not None and self.engine.now() >= claim.stale_at:
             # Stalled since the claim (a pause, a slow listener): another worker may have taken the row over, or even be done.
             # Claiming again tells, by the same statement. test_a_worker_that_stalls_between_claim_and_body_claims_again
@@ -272,6 +284,8 @@ class Runner:
         outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
         _current.set(outer)
+        # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
+        delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)
         self._conclude(delivery, claim, body)
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
@@ -302,20 +316,28 @@ class Runner:
             lambda tx: tx.one(f"SELECT error FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
         )
         text = row[0] if row is not None else None
-        self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        landed = self.engine.store.write(lambda tx: give_back(tx, self.engine, claim, now=self.engine.now()))
+        if not landed and job.kind == "step":
+            undoing.body_reported(self.engine, claim, self.sender)
         if job.kind == "step":
-            outcome = fence.Outcome("refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text)
+            outcome = fence.Outcome(
+                "refused", job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=text, block=claim.block
+            )
             fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
-            rollback.settle(
-                self.engine, rollback.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
+            undoing.settle(
+                self.engine, undoing.Outcome("refused", job, claim.actor, claim.attempts, text), self.sender, delivery.message
             )
         delivery.state = "done"
 
-    def _call(self, claim: Claim, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+    def _call(self, delivery: Delivery, step: Step, fn: Callable[..., Any], into: list[object]) -> None:
+        claim = delivery.claim
+        assert claim is not None
         args, kwargs = decode(claim.args)
         token = _current.set(step)
         try:
+            if self.restore is not None and claim.context is not None:
+                delivery.around.enter(self.restore, claim.context)
             # Called, and its value kept, from C: an interrupt can come before or after both, not in between.
             into.extend(starmap(partial(fn, **kwargs) if kwargs else fn, (args,)))
         finally:
@@ -327,7 +349,8 @@ class Runner:
         undoes = None
         if claim.undoes is not None:
             outcome, key = claim.undoes
-            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_ACTOR, (claim.job.run_id, claim.job.sequence)))
+            of = (claim.job.run_id, claim.job.sequence)
+            row = self.engine.store.read(lambda tx: tx.one(_UNDONE_STEP, of) or tx.one(_UNDONE_CHILD, of))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
             claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
@@ -361,7 +384,7 @@ class Runner:
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
-            rollback.settle(self.engine, rollback.completed(claim), self.sender, delivery.message)
+            undoing.settle(self.engine, undoing.completed(claim), self.sender, delivery.message)
             delivery.state = "done"
             return
         try:
@@ -390,7 +413,7 @@ class Runner:
         if claim.job.kind == "step":
             fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
         else:
-            rollback.settle(self.engine, replace(rollback.failed(claim, text), exception=error), self.sender, delivery.message)
+            undoing.settle(self.engine, replace(undoing.failed(claim, text), exception=error), self.sender, delivery.message)
         delivery.state = "done"
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
@@ -420,24 +443,28 @@ class Runner:
 
         broker: Any = self.broker
         message: Any = delivery.message
+        job = claim.job
 
         def part() -> None:
             now = self.engine.now()
             # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
             again = broker.prepare(message) if self.sender.joins and not message.settled else None
 
-            def operation(tx: Tx) -> None:
-                give_back(tx, self.engine, claim, now=now)
+            def operation(tx: Tx) -> bool:
+                landed = give_back(tx, self.engine, claim, now=now)
                 if again is not None:
                     broker.stage(tx, again, message.reservation)
+                return landed
 
-            self.engine.store.write(operation)
+            if not self.engine.store.write(operation) and job.kind == "step":
+                undoing.body_reported(self.engine, claim, self.sender)
             if again is not None:
                 broker.announce([again])
             self._put_back_after(delivery, 0)
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
@@ -452,7 +479,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.run_status == "rolling_back":
+            if lost.undoing:
                 self._go_on_rolling_back(lost)
             elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
                 self.wake(job.run_id)
@@ -464,6 +491,7 @@ class Runner:
                 self._put_back_after(delivery, delay)
 
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _go_on_rolling_back(self, lost: Lost) -> None:
@@ -471,10 +499,10 @@ class Runner:
         job = lost.job
         vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
         if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
-            outcome = rollback.unfinished(job, lost.actor or "", lost.attempts or 0)
-            rollback.settle(self.engine, outcome, self.sender, None)
+            outcome = undoing.unfinished(job, lost.actor or "", lost.attempts or 0)
+            undoing.settle(self.engine, outcome, self.sender, None)
         else:
-            rollback.advance(self.engine, job.run_id, self.sender, None)
+            undoing.advance(self.engine, job.run_id, self.sender, None)
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
@@ -485,6 +513,7 @@ class Runner:
 
         self._disarm()
         self.persist(part)
+        _count_not(delivery)
         delivery.state = "done"
 
     def _disarm(self) -> None:
@@ -520,11 +549,18 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
-            else:
+            elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
+
+    def _called_back(self, delivery: Delivery) -> bool:
+        assert delivery.group is not None
+        block, first, last = delivery.group
+        return blocks.called_back(
+            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+        )
 
     def wake(self, run_id: str) -> None:
         """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
@@ -561,11 +597,10 @@ class Runner:
 
         def part() -> None:
             if claim.job.kind == "step":
-                outcome = fence.Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts)
-                fence.settle(self.engine, outcome, self.sender, None)
+                fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), delivery.interrupts)
@@ -583,11 +618,17 @@ class Runner:
                 outcome = fence.Outcome("refused", job, actor, run[0], run[1], job.attempts, error=text, exception=error)
                 fence.settle(self.engine, outcome, self.sender, None)
             else:
-                rollback.settle(
-                    self.engine, rollback.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
+                undoing.settle(
+                    self.engine, undoing.Outcome("refused", job, actor, job.attempts, text, error), self.sender, None
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _count_not(delivery: Delivery) -> None:
+    """Keep Dramatiq from counting this delivery as a member that has succeeded: nothing ran here (PAR-2). The count is not believed
+    anyway, but one that is right spares the run a callback that comes early."""
+    delivery.message.options.pop("group_completion_callbacks", None)
 
 
 def _say_where(failure: BaseException, claim: Claim) -> None:

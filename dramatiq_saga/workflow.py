@@ -18,6 +18,7 @@ from dramatiq import Actor, Broker
 
 from .clock import moment_to_ms, to_ms, uuid7
 from .codec import encode_call, printable
+from .context import UNSET, captured
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
@@ -64,6 +65,7 @@ class Workflow(Generic[P, R]):
         priority: int,
         time_limit: int | None,
         broker: Broker,
+        context: Any = UNSET,
     ) -> None:
         self.fn = fn
         self.name = name
@@ -71,6 +73,7 @@ class Workflow(Generic[P, R]):
         self.version = version
         self.expires_in = expires_in
         self.tags = dict(tags or {})
+        self._context = context
         self.broker = broker
         self._priority = priority
         self._middleware = middleware = middleware_of(broker)
@@ -96,7 +99,7 @@ class Workflow(Generic[P, R]):
 
         Raises:
           TypeError: the arguments do not fit the function's signature.
-          NotSerializableError: they cannot be stored; the error names the path.
+          NotSerializableError: they, or the context that is captured here, cannot be stored; the error names the path.
         """
         return self.send_with_options(args=args, kwargs=kwargs)
 
@@ -193,6 +196,7 @@ class Workflow(Generic[P, R]):
             _version(version) if version is not None else self.version,
             self.queue_name,
             encode_call(args, kwargs),
+            context=captured(self._middleware.settings, self._context),
             priority=priority if priority is not None else self._priority or None,
             options=options or None,
             tags={name: tag_text(name, value) for name, value in {**self.tags, **(tags or {})}.items()},
@@ -243,11 +247,12 @@ def _version(version: str | None) -> str | None:
 
 def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
     """The signature without its first parameter, the flow."""
-    if inspect.iscoroutinefunction(fn):
+    called = type(fn).__call__  # of an object that is no function
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called):
         raise TypeError(
             f"workflow {name} is a coroutine function: a workflow is a plain function; its steps may be async actors"
         )
-    if inspect.isgeneratorfunction(fn):
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
             f"workflow {name} is a generator function: a workflow is a plain function that asks for its steps with flow.run()"
         )
@@ -270,6 +275,7 @@ def workflow(
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
+    context: Any = ...,
     priority: int = 0,
     time_limit: int | None = None,
     broker: Broker | None = None,
@@ -285,6 +291,7 @@ def workflow(
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
+    context: Any = UNSET,
     priority: int = 0,
     time_limit: int | None = None,
     broker: Broker | None = None,
@@ -298,6 +305,8 @@ def workflow(
       version: recorded on each run and readable in the function (HISTORY-2).
       expires_in: deadline of a run, in seconds or as a ``timedelta``.
       tags: written on every run.
+      context: what travels with every run that is sent, in place of what ``settings.context.capture`` gives: a function without
+        arguments, called at each sending, or a value (CTX-1). Child runs take their parent's instead.
       priority: as an actor's.
       time_limit: of one drive, in milliseconds, as an actor's.
       broker: the global one by default.
@@ -322,6 +331,7 @@ def workflow(
             version=_version(version),
             expires_in=expires_in,
             tags={key: tag_text(key, value) for key, value in (tags or {}).items()},
+            context=context,
             priority=priority,
             time_limit=time_limit,
             broker=broker or dramatiq.get_broker(),

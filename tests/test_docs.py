@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
@@ -21,6 +22,8 @@ import dramatiq_saga
 from dramatiq_saga import Flow, FlowHandle, FlowQuery, Step, Workflow, errors, events, statuses
 from dramatiq_saga.builders import ActionBuilder
 from dramatiq_saga.journal import anomalies, history
+from dramatiq_saga.testing.takeover import Watcher
+from dramatiq_saga.testing.tester import SagaTester
 from tests.support.pages import NOT_RUN, ROOT, Page, all_pages
 from tests.support.processes import WorkerProcess
 
@@ -169,6 +172,13 @@ def test_the_reference_names_what_a_user_imports_and_calls() -> None:
         }
     assert len(names) > 60
     assert sorted(names - words_of("api.md")) == []
+
+
+def test_the_reference_names_every_testing_helper() -> None:
+    parameters = inspect.signature(SagaTester).parameters
+    names = {name for name in vars(SagaTester) if not name.startswith("_")} - set(vars(Watcher)) | {"errors", *parameters}
+    assert {"start", "drain", "advance", "replace", "replay_every_step"} < names
+    assert sorted(names - words_of("testing.md")) == []
 
 
 def test_the_reference_names_every_event_and_every_word_of_the_history() -> None:

@@ -90,20 +90,19 @@ class DatabaseRateLimiterBackend(RateLimiterBackend):
 
     def add(self, key: str, value: int, ttl: int) -> bool:
         """Add a key that is not there; ``ttl`` is in milliseconds. Returns whether it was added."""
-        ident = row_id(key)
+        return self.store.write(lambda tx: self.add_within(tx, key, value=value, ttl=ttl))
 
-        def operation(tx: Tx) -> bool:
-            now = self.store.clock.now()
-            if tx.dialect == MYSQL:
-                tx.run(_PLACE, (ident,))
-                added = tx.run(_ADD_MYSQL, (value, now + ttl, ident, now))
-            else:
-                added = tx.run(_ADD, (ident, value, now + ttl, now))
-            if added:
-                purge(tx, _TABLE, now)
-            return added > 0
-
-        return self.store.write(operation)
+    def add_within(self, tx: Tx, key: str, *, value: int, ttl: int) -> bool:
+        """As :meth:`add`, inside a transaction of this store."""
+        ident, now = row_id(key), self.store.clock.now()
+        if tx.dialect == MYSQL:
+            tx.run(_PLACE, (ident,))
+            added = tx.run(_ADD_MYSQL, (value, now + ttl, ident, now))
+        else:
+            added = tx.run(_ADD, (ident, value, now + ttl, now))
+        if added:
+            purge(tx, _TABLE, now)
+        return added > 0
 
     def incr(self, key: str, amount: int, maximum: int, ttl: int) -> bool:
         """Add ``amount`` unless that makes more than ``maximum``. Returns whether it was done."""

@@ -1,4 +1,4 @@
-"""``send``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+"""``send``, ``signal``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
 
 A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
 decides about a run; it asks ``operations`` and writes down the answer.
@@ -49,6 +49,16 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
+    signal = commands.add_parser(
+        "signal", parents=[common], help="signal a run",
+        description="Signal a run: what waits for the signal goes on with its payload; one that nothing waits for is kept.",
+    )  # fmt: skip
+    signal.add_argument("run_id", metavar="RUN")
+    signal.add_argument("name", metavar="NAME", help="the signal's name")
+    signal.add_argument("--payload", metavar="JSON", default="null", help="what to send along; null by default")
+    signal.add_argument("--key", metavar="K", help="the same key counts once per run: a repeat changes nothing")
+    signal.set_defaults(run=_signal)
+
     cancel = commands.add_parser(
         "cancel", parents=[common], help="end a run, undoing its work or leaving it",
         description="End a run. Where it has done work, say what becomes of that: --compensate or --keep.",
@@ -68,8 +78,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     kick.set_defaults(run=_kick)
 
     resume = commands.add_parser(
-        "resume-rollback", parents=[common], help="not part of this version",
-        description="Go on with a rollback that was halted. Not part of this version.",
+        "resume-rollback", parents=[common], help="go on with a rollback that has halted",
+        description="Go on with a rollback that has halted: what is not undone yet is tried again. The run itself keeps its end.",
     )  # fmt: skip
     resume.add_argument("run_id", metavar="RUN")
     resume.set_defaults(run=_resume)
@@ -117,6 +127,16 @@ def _send(operator: Operator, options: argparse.Namespace) -> Answer:
     note = None if sent.started else "a run with this id was there already: nothing was started"
     value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
     return Answer(value, [cell(sent.run_id)], note=note)
+
+
+def _signal(operator: Operator, options: argparse.Namespace) -> Answer:
+    payload = _parsed("--payload", options.payload, kind=object, example='{"by": "ann"}')
+    try:
+        report = operator.signal(options.run_id, options.name, payload=payload, key=options.key)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(str(error)) from error
+    value = {"run_id": report.id, "signal": options.name, "key": options.key, "status": report.status}
+    return Answer(value, [f"run {cell(report.id)} has signal {cell(options.name)}; it is {report.status}"])
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -244,5 +264,23 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
 
 
 def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
-    operator.resume_rollback(options.run_id)
-    raise AssertionError("refused above")
+    answer = operator.resume_rollback(options.run_id)
+    run = cell(answer.run_id)
+    if answer.rollback == "running":
+        lines = [
+            f"run {run} is {answer.status}, and stays so; its rollback goes on" + ("" if answer.changed else ", and did before")
+        ]
+    else:
+        lines = [f"run {run} is {answer.status}; its rollback is {answer.rollback}"]
+    if answer.left:
+        lines += ["to be undone:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.left)]
+    if answer.never:
+        lines += ["to be undone by hand, for nothing can build their undo:"]
+        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}" for step in reversed(answer.never)]
+    value = {
+        "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
+        "left": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.left],
+        "never": [{"sequence": step.row.sequence, "actor": step.row.actor} for step in answer.never],
+    }  # fmt: skip
+    return Answer(value, lines)

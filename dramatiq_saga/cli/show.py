@@ -19,7 +19,7 @@ WIDTH = 160
 
 _ROLLBACK = {
     "running": "is being undone",
-    "halted": "halted: what follows the failed undo was not undone",
+    "halted": "halted: what follows the failed undo was not undone; `resume-rollback` goes on once its cause is mended",
     "done": "done",
 }
 
@@ -116,10 +116,14 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         )
         again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
         return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
+    if row.status == "running" and row.given_up:
+        return f"{status} since {moment(row.started_at or 0)}, and left behind: its level ended without it; a late report is still recorded"
     if row.status == "running" and row.started_at is not None:
         return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
     if row.status == "failed":
         return f"{status} for good after {times(row.tries, 'try', 'tries')}{_ended(row)}"
+    if row.status == "optional_failed":
+        return f"failed for good after {times(row.tries, 'try', 'tries')}{_ended(row)}; it is optional, so the run went on"
     if row.status == "completed":
         extra = f" after {times(row.tries, 'failed try', 'failed tries')}" if row.tries else ""
         return f"{status}{extra}{_ended(row)}"
@@ -127,6 +131,14 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _beside(compensation: CompensationReport) -> str:
+    """Which undos share its level (COMP-5)."""
+    others = compensation.beside
+    if not others:
+        return ""
+    return f", side by side with that of {'step' if len(others) == 1 else 'steps'} {', '.join(map(str, others))}"
 
 
 def _try(number: int, of: int | None) -> str:
@@ -162,7 +174,8 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     compensation = step.compensation
     if compensation is not None:
         undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
-        yield f"undo by {cell(compensation.row.actor)}{undo}: {_standing(compensation, now)}"
+        by = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
+        yield f"{by}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
         if compensation.row.status == "running" and compensation.row.worker_id:

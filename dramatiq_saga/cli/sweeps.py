@@ -1,4 +1,4 @@
-"""``init`` and ``sweep``: what is done to a whole database.
+"""``init``, ``sweep`` and ``prune``: what is done to a whole database.
 
 A sweep prints one line of counts and ends with status 0 when it ran, whatever it found.
 A store that refuses ends it with status 1 and a clear line; nothing is lost by that, because the next sweep goes on from there.
@@ -7,10 +7,12 @@ A store that refuses ends it with status 1 and a clear line; nothing is lost by 
 from __future__ import annotations
 
 import argparse
+from datetime import UTC, datetime
 from typing import Any
 
+from ..clock import moment_to_ms
 from ..operations import Operator
-from .answer import Answer
+from .answer import Answer, moment, times
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -25,6 +27,19 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Drive held runs whose window is over, then send again what was lost (if repair is on); prints one line of counts.",
     )  # fmt: skip
     sweep.set_defaults(run=_sweep)
+    prune = commands.add_parser(
+        "prune", parents=[common], help="delete runs that ended long ago",
+        description="Delete runs that ended longer ago than prune.retention_days (90), with everything that belongs to them. "
+        "Runs stay whose rollback is at work or halted, and those that have a child at work.",
+    )  # fmt: skip
+    when = prune.add_mutually_exclusive_group()
+    when.add_argument("--days", metavar="N", type=_days, help="instead of prune.retention_days")
+    when.add_argument(
+        "--before", metavar="TIME", type=_time, help="those that ended before this: 2026-03-01, or 2026-03-01T12:00Z"
+    )
+    prune.add_argument("--limit", metavar="N", type=_limit, help="at most this many")
+    prune.add_argument("--dry-run", action="store_true", help="only count them")
+    prune.set_defaults(run=_prune)
 
 
 def _init(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -37,3 +52,31 @@ def _init(operator: Operator, options: argparse.Namespace) -> Answer:
 def _sweep(operator: Operator, options: argparse.Namespace) -> Answer:
     report = operator.sweep()
     return Answer(report.as_dict(), [f"sweep: {report.line()}"])
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 <= days < 100_000:
+        raise argparse.ArgumentTypeError(f"{text} is no number of days from 0")
+    return days
+
+
+def _limit(text: str) -> int:
+    limit = int(text)
+    if limit < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+    return limit
+
+
+def _time(text: str) -> int:
+    found = datetime.fromisoformat(text)
+    return moment_to_ms(found if found.tzinfo is not None else found.replace(tzinfo=UTC))
+
+
+def _prune(operator: Operator, options: argparse.Namespace) -> Answer:
+    report = operator.prune(days=options.days, before=options.before, limit=options.limit, dry_run=options.dry_run)
+    runs = times(report.pruned, "run", "runs")
+    line = f"{runs} would be deleted" if report.dry_run else f"{runs} deleted"
+    skipped = f"; {report.skipped} skipped: changed meanwhile" if report.skipped else ""
+    value = {"before": report.before, "pruned": report.pruned, "skipped": report.skipped, "dry_run": report.dry_run}
+    return Answer(value, [f"prune: {line} that ended until {moment(report.before)}{skipped}"])

@@ -42,7 +42,7 @@ _CLAIM_COMPENSATION = (
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, a.block"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 # differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
@@ -52,16 +52,29 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
         f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
         for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context")
     )
+    + ", block"
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before, f.rollback"
 )
 _READ_COMPENSATION = (
     f"SELECT {_COMPENSATION_COLUMNS} FROM {{compensation_runs}} c JOIN {{flow_runs}} f ON f.id = c.run_id "
     "WHERE c.run_id = ? AND c.sequence = ?"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
+_EARLIER = "e.ended_at IS NULL AND e.given_up = FALSE"
+# COMP-1: a message of an earlier attempt may still come after a resume, and must not be ahead of an earlier level.
+# test_a_message_that_comes_out_of_turn_undoes_nothing
+_CLAIM_COMPENSATION_IN_TURN = _CLAIM_COMPENSATION + (
+    " AND NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = {compensation_runs}.run_id "
+    f"AND e.level < {{compensation_runs}}.level AND {_EARLIER})"
+)
+# differs because: MySQL and MariaDB do not let an UPDATE look at its own table; under the run's lock a look before it is as good
+_OUT_OF_TURN = (
+    "SELECT 1 FROM {compensation_runs} e JOIN {compensation_runs} r ON r.run_id = e.run_id AND e.level < r.level "
+    f"WHERE r.run_id = ? AND r.sequence = ? AND {_EARLIER} LIMIT 1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class Claim:
     claims: int = 1  # since the last outcome, this one included
     max_claims: int | None = None  # the step's own limit
     stale_at: int | None = None  # when another worker may take the row over
+    block: int | None = None  # the parallel block that the step is a member of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +139,7 @@ class Lost:
     retry_at: int | None
     orphaned: bool
     unseen: bool
+    undoing: bool  # a rollback of the run is going on
 
 
 class ClaimAttempt:
@@ -182,6 +197,7 @@ class ClaimAttempt:
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
+        params: tuple[object, ...]
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
@@ -192,7 +208,13 @@ class ClaimAttempt:
                 row = tx.one(_CLAIM_STEP_RETURNING, params)
                 landed = row is not None
         else:
-            landed = tx.run(_CLAIM_COMPENSATION, (*marks, job.run_id, job.sequence, now, now, job.run_id))
+            params = (*marks, job.run_id, job.sequence, now, now, job.run_id)
+            if tx.dialect != "mysql":
+                landed = tx.run(_CLAIM_COMPENSATION_IN_TURN, params)
+            elif tx.one(_OUT_OF_TURN, (job.run_id, job.sequence)):
+                landed = 0
+            else:
+                landed = tx.run(_CLAIM_COMPENSATION, params)
         row = row or self._read(tx)
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
@@ -209,12 +231,13 @@ class ClaimAttempt:
         return Claim(
             job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
             None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8],
+            row[17] if job.kind == "step" else None,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
         job = self.job
         if row is None:
-            return Lost(job, None, None, None, None, None, False, False)
+            return Lost(job, None, None, None, None, None, False, False, False)
         status, stale_at, delivery = row[7], row[8], row[9]
         retry_at = stale_at if status == "running" else None
         if job.kind == "compensation" and status == "pending" and row[19] is not None:
@@ -222,7 +245,8 @@ class ClaimAttempt:
         if job.kind == "step" and row[4] != job.cycle:
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
-        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14])
+        rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
+        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back)
 
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""
@@ -248,6 +272,10 @@ _GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
 def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
     """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
+    if tx.dialect != "sqlite":
+        tx.one(
+            _LOCK_RUN, (claim.job.run_id,)
+        )  # DRIVE-7: a plan that is being written finds the step as it was, or as it is now
     if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
         return False
     kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
-from . import rollback
+from . import blocks, rollback
 from .replay import MovedOn
 from .rows import ChildEntry, Decision, Entry, More, NewStep, Outgoing, Snapshot, StepEntry
 
@@ -86,6 +86,17 @@ _CANCEL_MEMBERS = (
     "UPDATE {action_runs} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND ended_at IS NULL "
     "AND status <> 'running'"
 )
+_CANCEL_CHILDREN = (
+    "UPDATE {children} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND status = 'awaiting_retry'"
+)
+_CANCEL_PARKED = (
+    "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND kind = 'retry' AND status = 'waiting' "
+    "AND sequence IN (SELECT sequence FROM {%s} WHERE run_id = ? AND block = ? AND status = 'cancelled')"
+)
+_CANCEL_PARKED_STEPS = _CANCEL_PARKED.replace("%s", "action_runs")
+_CANCEL_PARKED_CHILDREN = _CANCEL_PARKED.replace("%s", "children")
+_FAIL_BLOCK = "UPDATE {blocks} SET failed_by = ? WHERE run_id = ? AND sequence = ? AND failed_by IS NULL"
+_FINISH_BLOCK = "UPDATE {blocks} SET ended_at = ? WHERE run_id = ? AND sequence = ? AND ended_at IS NULL"
 _RESOLVE = "UPDATE {action_runs} SET comp_actor = ?, comp_args = ?, comp_options = ? WHERE run_id = ? AND sequence = ? AND comp_args IS NULL"
 _TAG_UPDATE = "UPDATE {tags} SET value = ? WHERE run_id = ? AND name = ?"
 _TAG_INSERT = "{insert_ignore} {tags} (run_id, name, value) VALUES (?, ?, ?){or_ignore}"
@@ -93,6 +104,7 @@ _SETTLE_LIVE = (
     "UPDATE {action_runs} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND "
     "(status IN ('pending', 'running', 'awaiting_retry') OR (status = 'failed' AND given_up = FALSE))"
 )
+_SETTLE_BLOCKS = "UPDATE {blocks} SET ended_at = ? WHERE run_id = ? AND ended_at IS NULL"
 _SETTLE_WAITS = "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND status = 'waiting'"
 
 
@@ -133,7 +145,7 @@ def write(
     for step in decision.steps:
         tx.run(_INSERT_STEP, step_row(snapshot.run_id, step, now=now, sent_at=None if step.scope.held_back else sent_at))
     if decision.more is not None:
-        _write_more(tx, snapshot, decision.more, now=now, sent_at=sent_at)
+        _write_more(tx, engine, snapshot, decision.more, now=now, sent_at=sent_at)
     for sequence, spec in decision.resolved:
         tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
     for name, value in decision.tags.items():
@@ -143,7 +155,7 @@ def write(
     return True
 
 
-def _write_more(tx: Tx, snapshot: Snapshot, more: More, *, now: int, sent_at: int | None) -> None:
+def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: int, sent_at: int | None) -> None:
     """The rarer parts. A row that is not as the decision found it voids the whole (``MovedOn``): the transaction is rolled back."""
     run_id = snapshot.run_id
     for block in more.blocks:
@@ -164,8 +176,28 @@ def _write_more(tx: Tx, snapshot: Snapshot, more: More, *, now: int, sent_at: in
             raise NotImplementedError
         if not tx.run(_FAIL_STEP, (failure.status, now, run_id, entry.sequence, entry.cycle)):
             raise MovedOn
-    for sequence in more.cancelled:
-        tx.run(_CANCEL_MEMBERS, (now, run_id, sequence))
+    for number, failed_by in more.cancelled:
+        _cancel_members(tx, run_id, number, failed_by=failed_by, now=now)
+    for entry in more.released:
+        # What is released in one place after a failure or an expiry was counted by this decision, and by no other: it has
+        # the revision. An outcome that released the same row meanwhile has raised the wake count, and this one loses.
+        tx.run(blocks.RELEASE, (sent_at, blocks.repair_after(engine, now), run_id, entry.sequence))
+    for sequence in more.finished:
+        tx.run(_FINISH_BLOCK, (now, run_id, sequence))
+
+
+def _cancel_members(tx: Tx, run_id: str, block: int, *, failed_by: int, now: int) -> None:
+    """Members that are not running are cancelled, those between tries and parked ones too; the rest get no further try (PAR-4).
+
+    Who else may be here: a member that is being claimed, or whose try has just failed. Both lock the run's row first, so each is
+    either over when this looks at its row, or finds ``failed_by`` when it looks at the block
+    (test_a_try_that_fails_while_its_block_fails_is_the_last).
+    """
+    tx.run(_FAIL_BLOCK, (failed_by, run_id, block))
+    tx.run(_CANCEL_MEMBERS, (now, run_id, block))
+    tx.run(_CANCEL_CHILDREN, (now, run_id, block))
+    tx.run(_CANCEL_PARKED_STEPS, (now, run_id, run_id, block))
+    tx.run(_CANCEL_PARKED_CHILDREN, (now, run_id, run_id, block))
 
 
 def _write_block(tx: Tx, run_id: str, block: NewBlock, now: int) -> None:
@@ -216,6 +248,7 @@ def settle_live(tx: Tx, run_id: str, *, now: int) -> None:
     """What a run still held when it ended, or when its rollback was planned, becomes ``cancelled`` (STATUS-2)."""
     tx.run(_SETTLE_LIVE, (now, run_id))
     tx.run(_SETTLE_WAITS, (now, run_id))
+    tx.run(_SETTLE_BLOCKS, (now, run_id))
 
 
 def write_tag(tx: Tx, run_id: str, name: str, value: str | None) -> None:
@@ -258,14 +291,20 @@ def step_row(run_id: str, step: NewStep, *, now: int, sent_at: int | None) -> tu
     )
 
 
-def messages(snapshot: Snapshot, decision: Decision, now: int) -> list[Outgoing]:
+def messages(engine: Engine, snapshot: Snapshot, decision: Decision, now: int) -> list[Outgoing]:
     """The messages that ``decision`` leads to: of what it starts, of what it starts again, and of what will be due."""
     run_id = snapshot.run_id
+    groups = blocks.groups(snapshot, decision, now)
     found = [
-        Outgoing("step", run_id, step.actor, step.queue, step.sequence, priority=step.priority, options=step.options)
+        Outgoing(
+            "step", run_id, step.actor, step.queue, step.sequence, priority=step.priority, options=step.options,
+            group=groups.get(step.scope.block) if groups else None,
+        )
         for step in decision.steps
         if not step.scope.held_back
-    ]
+    ]  # fmt: skip
+    if decision.more is not None and decision.more.released:
+        found += blocks.read_messages(engine, run_id, decision.more.released)
     if decision.again:
         found.append(Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority))
     return found

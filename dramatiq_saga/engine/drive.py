@@ -7,7 +7,6 @@ led here is consumed by the write that made it unnecessary.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from enum import Enum
@@ -16,16 +15,15 @@ from typing import TYPE_CHECKING
 from ..journal import history
 from ..store.trouble import is_trouble
 from . import decision as decisions
-from . import notify, rollback, runs
+from . import notify, rollback, runs, signals, undoing
 from .replay import HoldRun, MovedOn, Replay, replay
-from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Snapshot, StepEntry, step_message
 from .snapshot import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..store.database import Tx
     from .core import Engine, Sender
+    from .rows import SentSignal
 
 _RECORD = (
     "{insert_ignore} {side_effects} (run_id, sequence, kind, name, value, created_at) "
@@ -70,7 +68,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
             return Driven.MISSING
         if snapshot.rollback == "running":
             _calm(sender, delivery)
-            rollback.advance(engine, run_id, sender, delivery)
+            undoing.advance(engine, run_id, sender, delivery)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
             return Driven.ENDED
@@ -85,7 +83,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
 def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
     """One replay and one try at committing it; ``None`` where the run has moved on."""
     definition = engine.workflows[snapshot.workflow]
-    context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=_recorder(engine, snapshot))
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=_Recorder(engine, snapshot, sender))
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
@@ -94,7 +92,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -167,16 +165,17 @@ def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapsho
 
 
 class _Recorder:
-    """Writes a side effect's value while the replay that asked for it goes on (SIDE-1)."""
+    """Writes a side effect's value, or sends a signal, while the replay that asked for it goes on (SIDE-1, SIG-3)."""
 
-    def __init__(self, engine: Engine, snapshot: Snapshot) -> None:
+    def __init__(self, engine: Engine, snapshot: Snapshot, sender: Sender) -> None:
         self.engine = engine
         self.snapshot = snapshot
+        self.sender = sender
 
-    def __call__(self, sequence: int, kind: str, name: str, data: bytes | Callable[[Tx], bytes]) -> bytes:
+    def __call__(self, sequence: int, kind: str, name: str, data: bytes | SentSignal) -> bytes:
         """The value that is recorded: ours, or that of another drive that was first.
 
-        ``data`` is the value, or what is done inside the transaction and gives it (SIG-3).
+        ``data`` is the value, or a signal that the same transaction delivers: what became of it is the value then (SIG-3).
 
         Who else may be here: a second drive of the run, at the same sequence. The primary key lets one insert land; both go
         on with what is recorded, and only one of their decisions commits.
@@ -184,18 +183,27 @@ class _Recorder:
         engine, snapshot = self.engine, self.snapshot
         now = engine.now()
         lines: list[history.Line] = []
+        value = b""
+        sending = None
+        if isinstance(data, bytes):
+            value = data
+        else:
+            signal = signals.Signal(data.run_id, data.name, data.payload)
+            sending = signals.FromRun(engine, snapshot.run_id, signal, sender=self.sender)
 
         def operation(tx: Tx) -> tuple[bool, bytes | None]:
             lines.clear()
-            value = b"" if callable(data) else data
+            recorded = value
+            if sending is not None:
+                sending.lock(tx)
             params = (snapshot.run_id, sequence, kind, name, value, now, snapshot.run_id, snapshot.revision)
             if tx.run(_RECORD, params):
-                if callable(data):
-                    value = data(tx)
-                    tx.run(_RERECORD, (value, snapshot.run_id, sequence))
-                lines.append(history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=value))
+                if sending is not None:
+                    recorded = sending.deliver(tx)
+                    tx.run(_RERECORD, (recorded, snapshot.run_id, sequence))
+                lines.append(history.Line(history.SIDE_EFFECT_RECORDED, sequence=sequence, name=name, payload=recorded))
                 engine.record(tx, snapshot.run_id, now, lines)
-                return True, value
+                return True, recorded
             row = tx.one(_RECORDED, (snapshot.run_id, sequence))
             return False, None if row is None or row[0] != name or row[2] != kind else bytes(row[1])
 
@@ -203,12 +211,10 @@ class _Recorder:
         if recorded is None:
             raise MovedOn
         if landed:
+            if sending is not None:
+                sending.delivered()
             notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
         return recorded
-
-
-def _recorder(engine: Engine, snapshot: Snapshot) -> _Recorder:
-    return _Recorder(engine, snapshot)
 
 
 def send_unsent(engine: Engine, run_id: str, sender: Sender) -> int:
@@ -222,12 +228,3 @@ def send_unsent(engine: Engine, run_id: str, sender: Sender) -> int:
     outbox.load([step_message(run_id, row) for row in rows])
     outbox.delivered()
     return len(rows)
-
-
-def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
-    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
-    sequence, actor, queue, priority, options, cycle, attempts, tries = row
-    return Outgoing(
-        "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
-        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
-    )  # fmt: skip

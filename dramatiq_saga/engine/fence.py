@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
+from . import blocks, drive, notify, rollback, undoing
 from . import decision as decisions
-from . import drive, notify, rollback
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
@@ -42,16 +42,19 @@ _COMPLETE = (
     "UPDATE {action_runs} SET status = 'completed', result = ?, error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
     f"WHERE {_OWN}"
 )
+# A failure for good. Of an optional step it is no failure of the run (OPT-1), unless its retries on signal come first: whether
+# those are over is for a replay to say (RSIG-2).
+_FINAL = "CASE WHEN optional = TRUE AND retry_policy IS NULL THEN 'optional_failed' ELSE 'failed' END"
 _FAIL = (
-    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, "
-    f"ended_at = ? WHERE {_OWN}"
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, tries = tries + 1, claims = 0, "
+    f"reclaim_stale_at = NULL, ended_at = ? WHERE {_OWN}"
 )
 _GIVE_UP = (
-    "UPDATE {action_runs} SET given_up = TRUE, ended_at = ?, next_try_at = NULL "
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, given_up = TRUE, ended_at = ?, next_try_at = NULL "
     "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
 )
 _REFUSE = (
-    "UPDATE {action_runs} SET status = 'failed', error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
+    f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
     "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
 )
 _FRESH = (
@@ -63,7 +66,10 @@ _FAIL_TRY = (
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
-_FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs")
+# An undo that its level has left behind was given up while it ran (PAR-3): with this failure it has its end.
+_FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs").replace(
+    "next_try_at = ?", "next_try_at = ?, ended_at = CASE WHEN given_up = TRUE THEN ? ELSE NULL END"
+)
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
@@ -94,6 +100,7 @@ class Outcome:
     error: str | None = None
     known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
     exception: BaseException | None = None  # for those who listen to a rejection
+    block: int | None = None  # the parallel block that the step is a member of, where its claim tells
 
     @property
     def status(self) -> str:
@@ -104,7 +111,7 @@ def completed(claim: Claim, result: bytes) -> Outcome:
     """The body returned."""
     return Outcome(
         "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
 
 
@@ -112,8 +119,13 @@ def failed(claim: Claim, error: str) -> Outcome:
     """The body ended in a way that no further try can mend."""
     return Outcome(
         "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
-        known=(claim.revision, claim.wakes),
+        known=(claim.revision, claim.wakes), block=claim.block,
     )  # fmt: skip
+
+
+def given_up(claim: Claim) -> Outcome:
+    """Dramatiq will not try again: the failure that the row tells of is the last (NATIVE-2)."""
+    return Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, block=claim.block)
 
 
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
@@ -121,6 +133,39 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
 
     Safe to call again after a ``StoreError``: a write that finds its own attempt and outcome has landed.
     """
+    if outcome.block is None:
+        return _settle(engine, outcome, sender, delivery)
+    return _settle_member(engine, outcome, outcome.block, sender, delivery)
+
+
+def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender, delivery: object | None) -> bool:
+    """A member of a parallel block: alone while others are at work, as any step where it is the last (PAR-2)."""
+    job = outcome.job
+    lines: list[history.Line] = []
+
+    def write(tx: Tx, now: int) -> bool:
+        if not _write_outcome(tx, outcome, now):
+            return False
+        _set_lines(tx, outcome, lines)
+        return True
+
+    member = blocks.Member(job.run_id, block, job.sequence, failed=outcome.kind != "completed")
+    standing = blocks.settle_member(engine, member, sender, delivery=delivery, write=write, lines=lines)
+    if standing.landed:
+        notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
+    else:
+        engine.cache.drop(job.run_id)  # from before the outcomes of the others
+        if not _settle(engine, outcome, sender, delivery):
+            return False
+    if standing.closed_early:
+        engine.anomalies.batch_finished_early(
+            row=job.row, run_id=job.run_id, sequence=job.sequence, actor=outcome.actor, block=block
+        )
+    return True
+
+
+def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+    """An outcome that a drive has to see."""
     if engine.drives(outcome.workflow):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
@@ -149,9 +194,11 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if outcome.kind == "given_up" and outcome.error is None:
         error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
     value = None if outcome.result is None else freeze(outcome.result)
+    completed = outcome.kind == "completed"
     entry = entry.settled(
-        status=outcome.status, given_up=outcome.kind != "completed", attempts=outcome.attempts, value=value, error=error
-    )
+        status="completed" if completed else entry.final_failure, given_up=not completed, attempts=outcome.attempts, value=value,
+        error=error,
+    )  # fmt: skip
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]
     if engine.replay_cost.get(job.run_id, 0.0) > SLOW_REPLAY:
@@ -164,10 +211,10 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(snapshot, decision, now) if plan is None else plan.messages)
+        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
     except NeedsRecording:
         return False
-    lines = [_line(outcome), *decisions.events(snapshot, decision, plan)]
+    lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
@@ -208,7 +255,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
     here = engine.drives(outcome.workflow)
     now = engine.now()
-    lines = [_line(outcome)]
+    lines: list[history.Line] = []
 
     def operation(tx: Tx) -> tuple[bool, bool]:
         if tx.dialect != "sqlite":
@@ -216,6 +263,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome)
         tx.run(_WAKE, (now, job.run_id))
+        _set_lines(tx, outcome, lines)
         engine.record(tx, job.run_id, now, lines)
         if here:
             outbox.keep(tx)
@@ -265,26 +313,35 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if row is None:
         return False
     status, attempts, given_up = row[:3]
-    return bool(status == outcome.status and attempts == outcome.attempts and (outcome.kind == "completed" or given_up))
+    if outcome.kind == "completed":
+        return bool(status == "completed" and attempts == outcome.attempts)
+    return bool(status in ("failed", "optional_failed") and attempts == outcome.attempts and given_up)
 
 
-def _line(outcome: Outcome) -> history.Line:
-    kind = _LINES[outcome.kind]
-    return history.Line(
-        kind,
-        sequence=outcome.job.sequence,
-        name=outcome.actor,
-        attempt=outcome.attempts,
-        payload=outcome.result,
-        error=outcome.error,
-    )
+def _set_lines(tx: Tx, outcome: Outcome, lines: list[history.Line]) -> None:
+    """What the history says of an outcome that has just been written; which status a failure led to, the row knows."""
+    row = None if outcome.kind == "completed" else tx.one(_READ_ROW, (outcome.job.run_id, outcome.job.sequence))
+    lines[:] = _lines(outcome, "" if row is None else row[0])
+
+
+def _lines(outcome: Outcome, status: str) -> list[history.Line]:
+    """What the history says of an outcome that has put the row into ``status``."""
+    sequence, actor, attempts = outcome.job.sequence, outcome.actor, outcome.attempts
+    lines = [
+        history.Line(
+            _LINES[outcome.kind], sequence=sequence, name=actor, attempt=attempts, payload=outcome.result, error=outcome.error
+        )
+    ]
+    if status == "optional_failed":
+        lines.append(history.Line(history.ACTION_OPTIONAL_FAILED, sequence=sequence, name=actor, attempt=attempts))
+    return lines
 
 
 def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
     """Journal a refused report, hand it to listeners, and let an undo that waited for it go (COMP-9)."""
     if outcome.kind in ("completed", "failed"):
         notify.step_rejected(engine, outcome)
-        rollback.body_reported(engine, outcome.job.run_id, outcome.job.sequence, sender)
+        undoing.body_reported(engine, outcome, sender)
     else:
         engine.anomalies.write_refused(
             site=outcome.kind, row="action", run_id=outcome.job.run_id, sequence=outcome.job.sequence, actor=outcome.actor,
@@ -292,7 +349,8 @@ def _rejected(engine: Engine, outcome: Outcome, sender: Sender) -> None:
 
 
 def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
-    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it.
+    """A body failed and Dramatiq may try again: ``failed``, not given up (NATIVE-1). False where the fence refused it, and where
+    there is no further try because the step's block has failed (PAR-4).
 
     ``next_try_at`` is now until Dramatiq has said when: a row whose try was never asked for (its worker died just then) can be
     told from one that waits for its moment (DOCTOR-1).
@@ -305,7 +363,15 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     table = "{action_runs}" if job.kind == "step" else "{compensation_runs}"
 
     def operation(tx: Tx) -> tuple[bool, bool]:
-        if tx.run(sql, (error, now, job.run_id, job.sequence, claim.attempts)):
+        # Who else may be here: a rollback's plan that found the step at work. The run's row first (DRIVE-7), so the plan either sees
+        # this failure and is drafted again, or has settled the step, and this report is refused.
+        # test_a_plan_loses_to_a_failed_try_that_lands_while_it_is_written
+        if tx.dialect != "sqlite":
+            tx.one(_LOCK_RUN, (job.run_id,))
+        if claim.block is not None and blocks.gets_no_further_try(tx, job.run_id, claim.block):
+            return False, False
+        moments = (now,) if job.kind == "step" else (now, now)
+        if tx.run(sql, (error, *moments, job.run_id, job.sequence, claim.attempts)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
         row = tx.one(f"SELECT status, attempts FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
@@ -326,4 +392,4 @@ def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:
     engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, attempts)))
 
 
-__all__ = ["Outcome", "completed", "fail_try", "failed", "note_next_try", "settle"]
+__all__ = ["Outcome", "completed", "fail_try", "failed", "given_up", "note_next_try", "settle"]

@@ -16,14 +16,14 @@ import structlog
 from .. import events
 from ..codec import load_error, preview
 from ..journal import history
-from ..views import ActionView, CompensationView
+from ..views import ActionView, CompensationView, SignalView, WaitView
 
 if TYPE_CHECKING:
     from .core import Engine
     from .fence import Outcome
-    from .rollback import Outcome as CompensationOutcome
     from .rows import Snapshot
     from .runs import Found
+    from .undoing import Outcome as CompensationOutcome
 
 _BY_TYPE: dict[str, type[events.Event]] = {
     cls.type: cls
@@ -35,6 +35,8 @@ _BY_TYPE[history.COMPENSATION_GIVEN_UP] = events.CompensationFailed
 
 _ACTION = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? AND sequence = ?"
 _COMPENSATION = f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? AND sequence = ?"
+_SIGNAL = f"SELECT {', '.join(SignalView.COLUMNS)} FROM {{signals}} WHERE run_id = ? AND id = ?"
+_WAIT = f"SELECT {', '.join(WaitView.COLUMNS)} FROM {{waits}} WHERE run_id = ? AND sequence = ?"
 _RUN = "SELECT workflow, ends_as, result, error, rollback, rollback_error, reason FROM {flow_runs} WHERE id = ?"
 _UNDONE = "SELECT sequence, status FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
 
@@ -43,7 +45,7 @@ def changes(engine: Engine, run_id: str, workflow: str | None, now: int, lines: 
     """Tell listeners of what ``lines`` recorded."""
     for line in lines:
         if line.type == history.ROLLBACK_FINISHED and (line.detail or "").startswith("halted"):
-            _say(engine, "rollback_halted", run_id=run_id, detail=line.detail)
+            say(engine, "rollback_halted", run_id=run_id, detail=line.detail)
         cls = _BY_TYPE.get(line.type)
         if cls is not None and events.has_listeners(cls):
             try:
@@ -88,7 +90,28 @@ def _event(
         return cls(**base, rollback=run[4], undone=undone, error=load_error(run[5]) if run[5] else None)
     if cls is events.SideEffectRecorded:
         return cls(**base, sequence=line.sequence or 0, name=line.name or "", stored_value=line.payload or b"")
+    if issubclass(cls, events.SignalEvent):
+        return _signal_event(engine, cls, base, line)
     return cls(**base)
+
+
+def _signal_event(
+    engine: Engine, cls: type[events.SignalEvent], base: dict[str, Any], line: history.Line
+) -> events.SignalEvent | None:
+    run_id, sequence = base["run_id"], line.sequence or 0
+    wait = None
+    if cls is not events.SignalReceived:
+        found = engine.store.read(lambda tx: tx.one(_WAIT, (run_id, sequence)))
+        wait = None if found is None else WaitView(*found)
+    if cls is events.SignalTimedOut:
+        return None if wait is None else events.SignalTimedOut(**base, wait=wait)
+    number = line.about if line.about is not None or wait is None else wait.signal_id
+    row = engine.store.read(lambda tx: tx.one(_SIGNAL, (run_id, number)))
+    if row is None:
+        return None
+    if cls is events.SignalReceived:
+        return events.SignalReceived(**base, signal=SignalView(*row))
+    return events.SignalConsumed(**base, signal=SignalView(*row), sequence=sequence)
 
 
 def _action(engine: Engine, run_id: str, sequence: int) -> ActionView | None:
@@ -144,7 +167,8 @@ def _preview(engine: Engine, data: bytes | None) -> str | None:
     return preview(data, settings.max_payload_preview_length) if data is not None and settings.store_payloads else None
 
 
-def _say(engine: Engine, what: str, **facts: Any) -> None:
+def say(engine: Engine, what: str, **facts: Any) -> None:
+    """A line in the ordinary log: something that an operator should hear of, and that nothing has been lost by."""
     with suppress(Exception):
         structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga").error(what, **facts)
 

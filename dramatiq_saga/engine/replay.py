@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
+from ..context import Around, restorer
 from ..errors import (
     BuilderNotRunError,
     HistoryMismatchError,
@@ -56,7 +57,7 @@ from .rows import (
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .rows import Entry, ReceivedSignal, Scope
+    from .rows import Entry, ReceivedSignal, Scope, SentSignal
 
 
 class Suspend(BaseException):
@@ -89,6 +90,9 @@ class _Replaying(threading.local):
 
 _replaying = _Replaying()
 
+#: For those who cannot afford a call to :func:`current_replay`.
+here = _replaying
+
 
 def current_replay() -> Replay | None:
     """The replay that this thread is in the middle of, if any."""
@@ -116,13 +120,14 @@ class Replay:
         *,
         now: int,
         settings: Settings,
-        record: Callable[[int, str, str, bytes | Callable[[Any], bytes]], bytes] | None = None,
+        record: Callable[[int, str, str, bytes | SentSignal], bytes] | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.now = now
         self.settings = settings
         self.entries = snapshot.entries
         self.recorded = len(snapshot.entries)
+        self.straight = self.recorded  # up to here Flow.run() may go straight; nowhere once the function must not go on
         self.cursor = 0
         self.record = record
         self.steps: list[NewStep] = []
@@ -131,7 +136,8 @@ class Replay:
         self.changed: dict[int, Entry] = {}  # recorded entries that this decision changes
         self.unrecorded = False  # some of the new entries exist only once the decision has been committed
         self.tags: dict[str, str | None] = {}
-        self.patches: dict[str, bool] = {}
+        self._patches: dict[str, bool] | None = None  # change id -> the way that this run goes there
+        self._refused: list[str] = []  # changes that it goes past the old way, which is not recorded yet
         self._more: More | None = None
         self.again = False
         self.suspended = False
@@ -139,6 +145,7 @@ class Replay:
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
         self.recording: str | None = None
+        self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -168,12 +175,14 @@ class Replay:
         """Note an author's mistake: whatever the function does with the error now, the run is held with it."""
         if self.error is None:
             self.error = error
+        self.straight = 0
         return error
 
     def builder_dropped(self, what: str) -> None:
         """A builder was thrown away without ``run()``; learnt at the next use of ``flow``, or at the end."""
         if not self.suspended and self.error is None:
             self.error = BuilderNotRunError(what)
+            self.straight = 0
 
     def recorded_step(self, actor: str) -> StepEntry | None:
         """The step recorded at the next sequence, moving past it; ``None`` where the function has reached new ground."""
@@ -220,6 +229,11 @@ class Replay:
             self.cursor += 1
         return self.cursor > start
 
+    def on_new_ground(self) -> bool:
+        """Whether everything that is recorded has been walked over, version gates that nobody asks for any more aside."""
+        self.past_patches()
+        return self.cursor >= self.recorded
+
     def mismatch(self, asked: str) -> SagaError:
         """The history does not fit (HISTORY-1)."""
         entry = self.entries[self.cursor]
@@ -227,6 +241,8 @@ class Replay:
 
     def next_sequence(self) -> int:
         """Take the next sequence for something new."""
+        if self._refused:
+            self._record_refused()
         self.cursor += 1
         return self.cursor
 
@@ -274,10 +290,21 @@ class Replay:
         self.unrecorded = True
         return entry
 
-    def cancel_members(self, block: int) -> None:
+    def cancel_members(self, block: BlockEntry, failed_by: int) -> None:
         """Members of a block that are not running are not wanted any more (PAR-4). Which those are, the rows decide."""
-        self.more.cancelled.append(block)
+        self.more.cancelled.append((block.sequence, failed_by))
         self.again = True
+
+    def release_member(self, entry: StepEntry) -> None:
+        """A member that was held back may run now (PAR-1)."""
+        self.more.released.append(entry)
+        self.changed[entry.sequence] = replace(entry, extra=replace(entry.extra, held_back=False))
+
+    def finish_block(self, block: BlockEntry) -> None:
+        """Nothing of a block is live any more."""
+        self.more.finished.append(block.sequence)
+        if block.sequence <= self.recorded:
+            self.changed[block.sequence] = replace(block, ended=True)
 
     def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
         """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""
@@ -286,7 +313,7 @@ class Replay:
             if not isinstance(entry, WaitEntry) or entry.what != what or entry.name != name:
                 raise self.mismatch(WaitEntry(0, what, name, "waiting", None).describe())
             self.cursor += 1
-            if entry.is_live:
+            if entry.is_live or entry.status == "cancelled":  # with its run, which is walked only to be looked at
                 raise self.suspend(outside=True)
             return entry
         sequence = self.next_sequence()
@@ -314,7 +341,8 @@ class Replay:
         data = encode(make(), name)
         sequence = self.next_sequence()
         self.more.markers.append(Marker(sequence, kind, name, data))
-        entry = PatchEntry(sequence, name) if kind == "patch" else SideEffectEntry(sequence, name, freeze(data))
+        value = freeze(data)
+        entry = PatchEntry(sequence, name, value()) if kind == "patch" else SideEffectEntry(sequence, name, value)
         self.new_entries.append(entry)
         self.unrecorded = True
         return entry
@@ -332,25 +360,28 @@ class Replay:
         return entry.value()
 
     def patched(self, change_id: str) -> bool:
-        """Whether this run goes the new way at that change (HISTORY-2)."""
-        known = self.patches.get(change_id)
+        """Whether this run goes the new way at that change (HISTORY-2).
+
+        What is recorded of a change counts, wherever it stands. Where nothing is, the run is asked for the first time: on new
+        ground it goes the new way, and on recorded ground it went past this point before the change. Either answer is recorded
+        with the next thing that the run does, so that nothing can follow from an answer that a later drive would not give.
+        """
+        if self._patches is None:
+            self._patches = {entry.name: entry.value for entry in reversed(self.entries) if isinstance(entry, PatchEntry)}
+        known = self._patches.get(change_id)
         if known is None:
-            known = self.patches[change_id] = self._gate(change_id)
+            known = self._patches[change_id] = self.on_new_ground()
+            if known:
+                self.mark("patch", change_id, lambda: True)
+            else:
+                self._refused.append(change_id)
         return known
 
-    def _gate(self, change_id: str) -> bool:
-        ahead = self.cursor
-        while ahead < self.recorded:
-            entry = self.entries[ahead]
-            if not isinstance(entry, PatchEntry):
-                return False  # it went past this point before the change
-            ahead += 1
-            if entry.name == change_id:
-                self.cursor = ahead
-                return True
-        self.cursor = ahead
-        self.mark("patch", change_id, lambda: None)
-        return True
+    def _record_refused(self) -> None:
+        """Changes that this run goes past the old way, put down where it comes to new ground."""
+        refused, self._refused = self._refused, []
+        for change_id in refused:
+            self.mark("patch", change_id, lambda: False)
 
     # --- steps and children that run again when a signal comes (RSIG-1) ---------------------------------------------
 
@@ -380,6 +411,7 @@ class Replay:
     def suspend(self, *, outside: bool = False) -> Suspend:
         """The function cannot go on; raise what this returns. ``outside``: no worker has anything to do for it now."""
         self.suspended = True
+        self.straight = 0
         self.outside = outside
         return Suspend()
 
@@ -403,8 +435,8 @@ class Replay:
         self.cursor = sequence
         return recorded.value()
 
-    def send_signal(self, name: str, send: Callable[[Any], bytes]) -> Any:
-        """What became of a signal to another run, sent once: ``send`` is called inside the transaction that records it (SIG-3)."""
+    def send_signal(self, name: str, send: Callable[[], SentSignal]) -> Any:
+        """What became of a signal to another run, sent once: the transaction that records it carries it out (SIG-3)."""
         entry = self._next_recorded()
         if entry is not None:
             if not isinstance(entry, SentSignalEntry) or entry.name != name:
@@ -413,7 +445,7 @@ class Replay:
             return entry.value()
         self._ready_to_record()
         sequence = self.cursor + 1
-        recorded = SentSignalEntry(sequence, name, freeze(self._recorded(sequence, "signal", name, send)))
+        recorded = SentSignalEntry(sequence, name, freeze(self._recorded(sequence, "signal", name, send())))
         self.new_entries.append(recorded)
         self.cursor = sequence
         return recorded.value()
@@ -422,11 +454,13 @@ class Replay:
         """What stands before it is recorded first: a history has no gaps."""
         if self.record is None:
             raise NeedsRecording
+        if self._refused:
+            self._record_refused()
         if self.unrecorded:
             self.again = True
             raise self.suspend()
 
-    def _recorded(self, sequence: int, kind: str, name: str, data: bytes | Callable[[Any], bytes]) -> bytes:
+    def _recorded(self, sequence: int, kind: str, name: str, data: bytes | SentSignal) -> bytes:
         assert self.record is not None
         _replaying.context = None  # who listens to what is recorded is not the function, and may send
         try:
@@ -459,6 +493,24 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if _replaying.context is not None:
         raise SendInsideWorkflowError("driving a run")
     args, kwargs = context.snapshot.args()
+    travelling = context.snapshot.context
+    restore = None if travelling is None else restorer(context.settings)
+    if restore is None or travelling is None:
+        return _walked(function, context, make_flow, args, kwargs)
+    around = Around()
+    try:
+        around.enter(restore, travelling)
+    except Exception as error:  # CTX-1: the function does not run without its context
+        raise HoldRun(error) from error
+    try:
+        return _walked(function, context, make_flow, args, kwargs)
+    finally:
+        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+
+
+def _walked(
+    function: Callable[..., Any], context: Replay, make_flow: Callable[[Replay], Any], args: list[Any], kwargs: dict[str, Any]
+) -> Decision:
     try:
         return _walk(function, context, make_flow, args, kwargs)
     finally:
@@ -492,6 +544,7 @@ def _walk(
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
             raise HoldRun(_shortfall(context, asked)) from error
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     if context.error is not None:
         raise HoldRun(context.error)
@@ -505,6 +558,7 @@ def _walk(
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:
+        context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
 

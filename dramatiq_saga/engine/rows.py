@@ -10,6 +10,7 @@ Long because what one replay can lead to stands in one place, read (entries) and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,11 @@ class StepEntry:
         """Whether something may still happen to it."""
         return self.status in ("pending", "running", "awaiting_retry") or (self.status == "failed" and not self.given_up)
 
+    @property
+    def final_failure(self) -> str:
+        """What the fence makes of its status where it has failed for good (OPT-1)."""
+        return "optional_failed" if self.optional and self.extra.retry is None else "failed"
+
     def settled(
         self, *, status: str, given_up: bool, attempts: int, value: Callable[[], Any] | None, error: str | None
     ) -> StepEntry:
@@ -110,10 +116,11 @@ class SentSignalEntry:
 
 @dataclass(frozen=True, slots=True)
 class PatchEntry:
-    """A version gate that the run has passed on the new side (HISTORY-2)."""
+    """A change of the workflow, and whether the run goes the new way there (HISTORY-2)."""
 
     sequence: int
     name: str
+    value: bool
     kind = "patch"
     is_live = False
 
@@ -152,6 +159,8 @@ class BlockEntry:
     max_in_flight: int | None = None
     block: int | None = None
     position: int | None = None
+    failed_by: int | None = None  # the member whose failure has cancelled those that were not running (PAR-4)
+    ended: bool = False
     kind = "block"
     is_live = False  # its members are
 
@@ -247,6 +256,15 @@ class Snapshot:
             self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
             wakes, wakes_seen, self.args, self.context, hold_count, entries, tags, signals, self.parent, self.close_request,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SentSignal:
+    """A signal that the function sends to another run; ``payload`` is encoded (SIG-3)."""
+
+    run_id: str
+    name: str
+    payload: bytes
 
 
 # --- what is to be written -------------------------------------------------------------------------------------------
@@ -381,6 +399,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Messages of one block that go out together: what Dramatiq knows as a group (PAR-1).
+
+    ``first`` and ``last`` are sequences of the members; ``workflow``, ``queue`` and ``priority`` say where the callback goes.
+    """
+
+    id: str
+    size: int
+    block: int
+    first: int
+    last: int
+    workflow: str
+    queue: str
+    priority: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message that is to be sent: which row it is about, and how it travels."""
 
@@ -395,6 +430,16 @@ class Outgoing:
     priority: int | None = None
     options: dict[str, Any] | None = None
     delay: int | None = None
+    group: Group | None = None  # what it goes out with
+
+
+def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
+    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
+    sequence, actor, queue, priority, options, cycle, attempts, tries = row
+    return Outgoing(
+        "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
+        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -423,5 +468,7 @@ class More:
     parks: list[Park] = field(default_factory=list)
     retries: list[Retry] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)  # blocks whose members that are not running are cancelled (PAR-4)
+    cancelled: list[tuple[int, int]] = field(default_factory=list)  # blocks that a member has failed, and which member (PAR-4)
+    released: list[StepEntry] = field(default_factory=list)  # members that were held back and may run now (PAR-1)
+    finished: list[int] = field(default_factory=list)  # blocks of which nothing is live any more
     taken: set[int] = field(default_factory=set)  # ids of received signals that are consumed

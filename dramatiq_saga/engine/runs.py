@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ..codec import describe_error, digest, storable
 from ..errors import ConcurrentTransitionError, FlowNotFoundError, MessageNotSentError, RunConflictError, SagaError
 from ..journal import history
-from . import notify, rollback
+from . import notify, rollback, undoing
 from .decision import settle_live, write_tag
 from .replay import HoldRun, NeedsRecording, Replay, refuse_inside_workflow, replay
-from .rows import Decision, Outgoing, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
             raise FlowNotFoundError(run_id)
         if snapshot.status not in ("pending", "running", "waiting"):
             if snapshot.rollback == "running" and not sender.joins:
-                rollback.advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
+                undoing.advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
             return _already_going(engine, run_id, "rolling_back", snapshot.status, snapshot.workflow)
         decision = _seen(engine, snapshot)
         plan = rollback.draft(engine, snapshot, decision, ends_as="cancelled", reason=reason)
@@ -271,7 +271,7 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     """What a replay finds out about compensations that no drive has seen yet; nothing of it is committed (COMP-2, COMP-3)."""
     unseen = {
         entry.sequence for entry in snapshot.entries
-        if isinstance(entry, StepEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
+        if isinstance(entry, StepEntry | ChildEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
     }  # fmt: skip
     if not unseen:
         return None

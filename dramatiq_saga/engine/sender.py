@@ -12,11 +12,12 @@ through what the middleware hands in.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import MessageNotSentError
-from .rows import Outgoing
+from .rows import Group, Outgoing
 
 if TYPE_CHECKING:
     from ..store.database import Store, Tx
@@ -38,15 +39,51 @@ class JoiningBroker(Protocol):
     def announce(self, prepared: Sequence[Any]) -> None: ...
 
 
+class Barriers(Protocol):
+    """Where the barriers of groups are made (PAR-1). They decide nothing, so one that cannot be made costs no message."""
+
+    #: True where they are rows of the store's database: made in the transaction that sends the group.
+    joined: bool
+
+    def make(self, group: Group, tx: Tx | None) -> bool:
+        """Make the barrier of a group, inside ``tx`` where they are joined; false where that was not possible."""
+        ...
+
+
+def _groups(messages: Iterable[Outgoing]) -> list[Group]:
+    """The groups that messages go out in, each once."""
+    return list({message.group.id: message.group for message in messages if message.group is not None}.values())
+
+
+def _with_barriers(barriers: Barriers | None, messages: list[Outgoing]) -> list[Outgoing]:
+    """Make the barriers of what is about to be sent; messages whose barrier could not be made go out by themselves."""
+    if barriers is None or barriers.joined:
+        return messages
+    broken = {group.id for group in _groups(messages) if not barriers.make(group, None)}
+    if not broken:
+        return messages
+    return [
+        replace(message, group=None) if message.group is not None and message.group.id in broken else message
+        for message in messages
+    ]
+
+
 class JoinedSender:
     """Messages and rows in one transaction."""
 
     joins = True
 
-    def __init__(self, broker: JoiningBroker, build: Callable[[Outgoing], Any], calm: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        broker: JoiningBroker,
+        build: Callable[[Outgoing], Any],
+        calm: Callable[[], None],
+        barriers: Barriers | None = None,
+    ) -> None:
         self.broker = broker
         self.build = build
         self.calm = calm
+        self.barriers = barriers
 
     def outbox(self, delivery: Any | None = None) -> JoinedOutbox:
         return JoinedOutbox(self, delivery)
@@ -71,10 +108,15 @@ class JoinedOutbox:
         self._taken: Any | None = None
         self._kept = False
         self._waits_for_host = False
+        self._barriers = sender.barriers
+        self._groups: list[Group] = []
 
     def load(self, messages: list[Outgoing]) -> None:
         broker, build = self._broker, self._build
         self._waits_for_host = broker.store.joined()
+        messages = _with_barriers(self._barriers, messages)
+        if self._barriers is not None and self._barriers.joined:
+            self._groups = _groups(messages)
         self._prepared = [broker.prepare(build(message), delay=message.delay) for message in messages]
         self._takes_first = bool(messages) and self._reservation is not None and broker.can_take(self._prepared[0])
 
@@ -85,6 +127,8 @@ class JoinedOutbox:
             if reservation is not None:
                 broker.settle(tx, reservation)
             return
+        for group in self._groups:
+            self._barriers.make(group, tx)  # type: ignore[union-attr]
         first = self._prepared[0]
         if self._takes_first:
             self._taken = broker.hand_over(tx, first, reservation)
@@ -139,7 +183,9 @@ class DeferredSender:
         *,
         build: Callable[[Outgoing], Any],
         calm: Callable[[], None],
+        barriers: Barriers | None = None,
     ) -> None:
+        self.barriers = barriers
         self.store = store
         self.enqueue = enqueue
         self.build = build
@@ -165,6 +211,10 @@ class DeferredOutbox:
         self._waits_for_host = self._sender.store.joined()
 
     def stage(self, tx: Tx) -> None:
+        barriers = self._sender.barriers
+        if barriers is not None and barriers.joined:
+            for group in _groups(self._messages):
+                barriers.make(group, tx)
         if self._waits_for_host:
             tx.after_commit(self._send)
 
@@ -184,7 +234,10 @@ class DeferredOutbox:
         Raises:
           MessageNotSentError: the rows are committed, and some of their messages are not on their way.
         """
-        sender, messages = self._sender, self._messages
+        sender = self._sender
+        if self._sent == 0:
+            self._messages = _with_barriers(sender.barriers, self._messages)
+        messages = self._messages
         while self._sent < len(messages):
             message = messages[self._sent]
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..codec import freeze
+from ..codec import decode, freeze
 from .rows import (
     PLAIN,
     BlockEntry,
@@ -47,7 +47,10 @@ _CHILDREN = (
     "SELECT sequence, workflow, child_id, status, close_policy, cycle, result, error, optional, comp_actor, comp_args IS NOT NULL, "
     "comp_from_result, block, position, retry_policy, comp_group, comp_parallel FROM {children} WHERE run_id = ?"
 )
-_BLOCKS = "SELECT sequence, kind, size, policy, max_in_flight, block, position FROM {blocks} WHERE run_id = ?"
+_BLOCKS = (
+    "SELECT sequence, kind, size, policy, max_in_flight, block, position, failed_by, ended_at IS NOT NULL "
+    "FROM {blocks} WHERE run_id = ?"
+)
 _WAITS = "SELECT sequence, kind, name, status, due_at, payload FROM {waits} WHERE run_id = ?"
 _SIDE_EFFECTS = "SELECT sequence, kind, name, value FROM {side_effects} WHERE run_id = ?"
 _SIGNALS = "SELECT id, name, payload FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id"
@@ -78,7 +81,7 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
         for row in tx.all(_STEPS, (run_id,)):
             entries[row[0]] = step_entry(row, retry_waits.get(row[0]))
         for row in tx.all(_BLOCKS, (run_id,)):
-            entries[row[0]] = BlockEntry(*row)
+            entries[row[0]] = BlockEntry(*row[:8], bool(row[8]))  # type: ignore[call-arg]
         for row in tx.all(_CHILDREN, (run_id,)):
             entries[row[0]] = child_entry(row, retry_waits.get(row[0]))
     for sequence, kind, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
@@ -138,7 +141,7 @@ def child_entry(row: tuple[Any, ...], wait: RetryWait | None = None) -> ChildEnt
 
 def _recorded(sequence: int, kind: str, name: str, value: bytes) -> Entry:
     if kind == "patch":
-        return PatchEntry(sequence, name)
+        return PatchEntry(sequence, name, bool(decode(value)))
     return (SentSignalEntry if kind == "signal" else SideEffectEntry)(sequence, name, freeze(value))
 
 

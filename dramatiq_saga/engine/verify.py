@@ -19,7 +19,7 @@ from ..statuses import FLOW_TERMINAL
 from ..store.models import LIVE
 from ..store.trouble import is_trouble
 from .replay import HoldRun, NeedsRecording, Replay, replay
-from .rows import Decision, Snapshot, StepEntry
+from .rows import ChildEntry, Decision, Snapshot, StepEntry
 from .snapshot import read
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ _ONE = f"SELECT {_HEAD} FROM {{flow_runs}} WHERE id = ?"
 _PAGE = (
     f"SELECT {_HEAD} FROM {{flow_runs}} WHERE %s AND created_at <= ? "
     "AND (created_at > ? OR (created_at = ? AND id > ?)) ORDER BY created_at, id LIMIT ?"
+)
+_UNDOS = (
+    "SELECT c.sequence, c.actor, a.actor FROM {compensation_runs} c LEFT JOIN {action_runs} a ON a.run_id = c.run_id "
+    f"AND a.sequence = c.sequence WHERE c.run_id = ? AND c.{LIVE} ORDER BY c.sequence"
 )
 
 #: A run's function is not walked any more once its rollback has begun: there the rows decide alone.
@@ -127,7 +131,8 @@ def verify_run(engine: Engine, run_id: str) -> Verdict | None:
 def verify_runs(engine: Engine, *, workflow: str | None = None, finished: bool = False) -> Iterator[Verdict]:
     """Verdicts on every live run that is there now, the oldest first; with ``finished``, on those that have ended as well.
 
-    Runs that are held are among them. One whose rollback is running is not: its function is not walked any more.
+    Runs that are held are among them. Of one that is rolling back the function is not walked any more (COMP-2): only the actors
+    of its undos are looked for.
     Runs that end meanwhile are left out, or seen as they were.
     """
     which = "1 = 1" if finished else LIVE
@@ -139,7 +144,7 @@ def verify_runs(engine: Engine, *, workflow: str | None = None, finished: bool =
         params = (*narrowed, until, last[0], last[0], last[1], BATCH)
         rows = engine.store.read(lambda tx, params=params: tx.all(sql, params))  # type: ignore[misc]
         for row in rows:
-            verdict = _judge(engine, row) if row[3] != _NOT_DRIVEN else None
+            verdict = _judge(engine, row)
             if verdict is not None:
                 yield verdict
         if len(rows) < BATCH:
@@ -156,7 +161,7 @@ def _judge(engine: Engine, row: tuple[Any, ...]) -> Verdict | None:
         return Verdict(run_id, workflow, version, status, held, ends, findings)
 
     if status == _NOT_DRIVEN:
-        return verdict(None)
+        return verdict(None, *_rolling_back(engine, run_id, workflow))
     definition = engine.workflows.get(workflow)
     if definition is None:
         reason = (
@@ -197,20 +202,33 @@ def _unknown_actors(engine: Engine, snapshot: Snapshot) -> list[Finding]:
         return []
     found = []
     for entry in snapshot.entries:
-        if not isinstance(entry, StepEntry):
+        if not isinstance(entry, StepEntry | ChildEntry):
             continue
-        open_ = entry.status in ("pending", "running", "awaiting_retry") or (entry.status == "failed" and not entry.given_up)
-        if open_ and engine.actor_facts(entry.actor) is None:
+        if isinstance(entry, StepEntry) and entry.is_live and engine.actor_facts(entry.actor) is None:
             reason = f"step {entry.sequence} is {entry.status}, and the application declares no actor {entry.actor!r} to run it"
             found.append(Finding("unknown actor", snapshot.workflow, reason, entry.sequence, entry.describe()))
         undo = entry.comp_actor
-        if undo is not None and (open_ or entry.status == "completed") and engine.actor_facts(undo) is None:
-            reason = (
-                f"step {entry.sequence} ({entry.actor}) is to be undone by {undo!r}, and the application declares no such actor: "
-                "keep it while such runs are live"
-            )
-            found.append(Finding("unknown actor", snapshot.workflow, reason, entry.sequence, entry.describe()))
+        if undo is not None and (entry.is_live or entry.status == "completed") and engine.actor_facts(undo) is None:
+            found.append(_unknown_undo(snapshot.workflow, entry.sequence, entry.describe(), undo))
     return found
+
+
+def _unknown_undo(workflow: str, sequence: int, what: str, undo: str) -> Finding:
+    reason = (
+        f"{what}, sequence {sequence}, is to be undone by {undo!r}, and the application declares no such actor: keep it while such "
+        "runs are live"
+    )
+    return Finding("unknown actor", workflow, reason, sequence, what)
+
+
+def _rolling_back(engine: Engine, run_id: str, workflow: str) -> list[Finding]:
+    """Of a run whose rollback has begun its function is not asked any more; only the actors of its undos have to be there."""
+    rows = engine.store.read(lambda tx: tx.all(_UNDOS, (run_id,)))
+    return [
+        _unknown_undo(workflow, sequence, f"step {actor!r}" if actor is not None else "a child", undo)
+        for sequence, undo, actor in rows
+        if engine.actor_facts(undo) is None
+    ]
 
 
 def _in_words(decision: Decision) -> str:

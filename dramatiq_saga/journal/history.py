@@ -49,6 +49,7 @@ COMPENSATION_STEP_RELEASED: Final = "compensation.step_released"
 COMPENSATION_REDISPATCHED: Final = "compensation.redispatched"
 COMPENSATION_OUTCOME_REJECTED: Final = "compensation.outcome_rejected"
 ROLLBACK_FINISHED: Final = "rollback.finished"
+ROLLBACK_RESUMED: Final = "rollback.resumed"
 
 CHILD_STARTED: Final = "child.started"
 CHILD_COMPLETED: Final = "child.completed"
@@ -65,7 +66,7 @@ SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
 #: Told by the history only: what an operator reads there and no listener has a class for.
 WITHOUT_EVENT: Final = frozenset(
-    {FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED}
+    {FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED, ROLLBACK_RESUMED}
 )
 
 #: Told to listeners as the event of a failed try, with ``given_up`` set.
@@ -85,6 +86,7 @@ class Line(NamedTuple):
     payload: bytes | None = None  # in stored form: previewed when written
     error: str | None = None  # as ``codec.describe_error`` made it
     detail: str | None = None
+    about: int | None = None  # a signal's id, for those who listen; not stored
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from ..codec import describe_error
-from ..engine import fence, rollback
+from ..engine import fence, undoing
 from ..engine.claim import Job
 from ..engine.rows import Outgoing
 from ..errors import MessageNotSentError, StoreError, UnknownActorError
@@ -76,7 +76,8 @@ class Rule:
 
 
 _NEVER_STARTED = Rule(
-    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ?", "r.created_at", "R1: its message is lost",
+    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ?", "r.created_at",
+    "R1: its message is lost",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
@@ -327,7 +328,7 @@ def _refuse(engine: Engine, sender: Sender, report: RepairReport, row: Row) -> N
         outcome = fence.Outcome("refused", job, row.actor, run[0], run[1], row.attempts, error=text, exception=error)
         landed = fence.settle(engine, outcome, sender, None)
     else:
-        landed = rollback.settle(engine, rollback.Outcome("refused", job, row.actor, row.attempts, text, error), sender, None)
+        landed = undoing.settle(engine, undoing.Outcome("refused", job, row.actor, row.attempts, text, error), sender, None)
     if landed:
         report.unknown_actors += 1
     else:

@@ -31,7 +31,7 @@ _REFILL_ROLLBACK = (
 )
 _UNFINISHED = "r.ended_at IS NULL"
 _ROWS = {
-    STEP: select(STEP, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[STEP]}", order="r.sequence"),
+    STEP: select(STEP, f"r.run_id = ? AND {_UNFINISHED} AND r.held_back = FALSE AND {WANTED[STEP]}", order="r.sequence"),
     COMPENSATION: select(
         COMPENSATION, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS}", order="r.sequence DESC"
     ),

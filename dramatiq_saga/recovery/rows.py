@@ -33,9 +33,11 @@ WANTED = {
     COMPENSATION: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.rollback = 'running')",
 }
 
-#: No level before that of the compensation ``r`` is open: the level is the one that runs.
+#: No level before that of the compensation ``r`` is open: the level is the one that runs. (A row that is given up without an end
+#: was left behind by its level: PAR-3.)
 LEVEL_RUNS = (
-    "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level AND e.ended_at IS NULL)"
+    "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level AND e.ended_at IS NULL "
+    "AND e.given_up = FALSE)"
 )
 
 _COLUMNS = (

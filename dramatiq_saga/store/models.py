@@ -318,12 +318,21 @@ def build(database: Database, prefix: str) -> Models:
                 "ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' "
                 "OR (status = 'failed' AND given_up = FALSE)"
             ),
+            "status <> 'optional_failed' OR (optional = TRUE AND given_up = TRUE)",
             "attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0",
         ],
         indexes=[
             index("action_live", "created_at", where=LIVE, leading="ended_at"),
             index("action_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
-            index("action_block", "run_id", "block", where=f"block IS NOT NULL AND {LIVE}", leading="ended_at"),
+            index(
+                "action_block",
+                "run_id",
+                "block",
+                "held_back",
+                "sequence",
+                where=f"block IS NOT NULL AND {LIVE}",
+                leading="ended_at",
+            ),
         ],
     )
 
@@ -382,7 +391,8 @@ def build(database: Database, prefix: str) -> Models:
         policy=ident(24, null=True),
         max_in_flight=integer(null=True),
         group_id=ident(64, null=True),
-        closed_early_at=ms(null=True),
+        closed_early_at=ms(null=True),  # its barrier was reached while a member was live (PAR-2)
+        failed_by=integer(null=True),  # sequence of the member whose failure lets the others have no further try (PAR-4)
         created_at=ms(),
         ended_at=ms(null=True),
         checks=["size >= 0"],

@@ -11,6 +11,7 @@ from typing import Any
 
 from dramatiq_saga import Flow, StepFailedError
 from tests.support.bench import Bench
+from tests.support.deploying import deploy
 
 #: How a history comes about: starts a run with the name of its file as its id, and takes it as far as the history goes.
 Scenario = Callable[[Bench, str], None]
@@ -84,7 +85,41 @@ def declare(bench: Bench) -> None:
                 flow.run(step, number)
         return flow.run(step, "there")
 
-    for function in (steps, caught, undone, side_effects, tagged, raises, chosen):
+    def values(flow: Flow) -> Any:
+        started = flow.now()
+        flow.run(step, str(flow.uuid4()))
+        flow.run(step, flow.random())
+        return [started.isoformat(), flow.now() >= started]
+
+    def optional(flow: Flow) -> list[Any]:
+        nothing = flow.optional_action(failing, "closed").run()
+        other = flow.action(failing, "closed").fallback_value_on_fail({"instead": 1}).run()
+        return [nothing, other, flow.optional_action(step, 3).run()]
+
+    def gated(flow: Flow) -> list[Any]:
+        done = [flow.run(step, "first")]
+        if flow.patched("check-before"):
+            done.append(flow.run(step, "checked"))
+        done.append(flow.run(step, "second"))
+        if flow.patched("check-behind"):
+            done.append(flow.run(step, "checked behind"))
+        return [*done, flow.patched("check-before")]
+
+    def mended(flow: Flow) -> list[Any]:
+        return [flow.run(step, "first"), flow.run(step, "checked"), flow.run(step, "second")]
+
+    def approved(flow: Flow, *names: str) -> list[Any]:
+        flow.run(step, "asked")
+        return [flow.run(step, flow.await_signal(name, wait_seconds=3600)) for name in names]
+
+    def tells(flow: Flow, other: str) -> Any:
+        flow.run(step, "first")
+        flow.signal_flow(other, "told", {"by": flow.run_id})
+        return flow.await_signal("told")
+
+    for function in (
+        steps, caught, undone, side_effects, tagged, raises, chosen, values, optional, gated, mended, approved, tells,
+    ):  # fmt: skip
         bench.workflow(function)
 
 
@@ -110,7 +145,87 @@ SCENARIOS |= {
     "tags": finish("tagged"),
     "workflow-error": finish("raises"),
     "recorded-choice": finish("chosen", "long"),
+    "recorded-values": finish("values"),
+    "optional-steps": finish("optional"),
+    "patched-new-way": finish("gated"),
 }
+
+
+def at_work(bench: Bench) -> None:
+    """Everything that has been sent is done, so that a run stands still where it waits."""
+    bench.run()
+
+
+@scenario
+def signals_awaited(bench: Bench, run_id: str) -> None:
+    """The first comes before its wait, the second to it, and one is left that nobody asks for."""
+    bench.start("approved", "manager", "board", run_id=run_id)
+    bench.signal(run_id, "manager", {"yes": True, "größe": 3})
+    at_work(bench)
+    bench.signal(run_id, "other", None)
+    bench.signal(run_id, "board", [1, 2])
+    at_work(bench)
+
+
+@scenario
+def signal_awaited_still(bench: Bench, run_id: str) -> None:
+    """In flight: parked on a signal, with a deadline, and another one kept."""
+    bench.start("approved", "manager", run_id=run_id)
+    at_work(bench)
+    bench.signal(run_id, "board", "early")
+
+
+@scenario
+def signal_wait_cancelled(bench: Bench, run_id: str) -> None:
+    """Ended by an operator while it waited."""
+    bench.start("approved", "manager", run_id=run_id)
+    at_work(bench)
+    bench.cancel(run_id)
+
+
+@scenario
+def signal_sent(bench: Bench, run_id: str) -> None:
+    """It signals itself, which is another run like any other."""
+    bench.start("tells", run_id, run_id=run_id)
+    at_work(bench)
+
+
+def earlier(bench: Bench, name: str, code: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``name`` run ``code``, as an earlier release did, until what is returned is called."""
+    now = bench.engine.workflows[name].function
+    deploy(bench.engine, name, code)
+    return lambda: deploy(bench.engine, name, now)
+
+
+@scenario
+def patched_old_way(bench: Bench, run_id: str) -> None:
+    """It had passed the first change when that was deployed, and not the second; both answers are recorded."""
+    give = bench.broker.actors["give"]
+    release = earlier(bench, "gated", lambda flow: [flow.run(give, "first"), flow.run(give, "second")])
+    bench.start("gated", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+    release()
+    bench.run()
+
+
+@scenario
+def patched_call_removed(bench: Bench, run_id: str) -> None:
+    """It went the new way when the code still asked; now the code does not ask any more."""
+
+    def asking(flow: Flow) -> list[Any]:
+        give = bench.broker.actors["give"]
+        done = [flow.run(give, "first")]
+        if flow.patched("check-before"):
+            done.append(flow.run(give, "checked"))
+        return [*done, flow.run(give, "second")]
+
+    release = earlier(bench, "mended", asking)
+    bench.start("mended", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+    release()
+    bench.run()
 
 
 @scenario

@@ -198,17 +198,26 @@ class Shop:
 
     def _declare(self) -> None:
         actors = {}
-        for name in ("charge", "refund", "reserve", "unreserve", "ship"):
+        for name in ("charge", "refund", "reserve", "unreserve", "ship", "board", "alight"):
             retries = 0 if name == "ship" else 3
             actors[name] = dramatiq.actor(
                 self._body(name), broker=self.broker, max_retries=retries, min_backoff=50, max_backoff=50
             )
-        charge, refund, reserve, unreserve, ship = actors.values()
+        charge, refund, reserve, unreserve, ship, board, alight = actors.values()
 
         def checkout(flow: Any, order: str) -> str:
             charged = flow.action(charge, order).compensate_with(refund, order).run()
             flow.action(reserve, order).compensate_with(lambda reserved: unreserve.message(order)).run()
             return f"{charged}, {flow.run(ship, order)}"
+
+        def tour(flow: Any, order: str) -> str:
+            """Two of its steps are undone side by side."""
+            flow.action(board, order).compensate_with(alight, order).run()
+            flow.saga(
+                flow.action(charge, order).compensate_with(refund, order),
+                flow.action(reserve, order).compensate_with(lambda reserved: unreserve.message(order)),
+            ).compensate_in_parallel().run()
+            return str(flow.run(ship, order))
 
         def single(flow: Any, order: str) -> str:
             return str(flow.run(long, order))
@@ -222,6 +231,7 @@ class Shop:
             return str(flow.run(told, order))
 
         self.checkout = workflow(broker=self.broker)(checkout)
+        self.tour = workflow(broker=self.broker)(tour)
         self.single = workflow(broker=self.broker)(single)
         self.interrupted = workflow(broker=self.broker)(interrupted)
 

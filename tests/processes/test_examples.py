@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,17 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
-    assert NAMES == ["checkout", "compensations", "demo", "host_transaction", "retries", "two_machines"]
+    assert NAMES == [
+        "checkout",
+        "compensations",
+        "demo",
+        "fan_out",
+        "host_transaction",
+        "patched_change",
+        "retries",
+        "testing",
+        "two_machines",
+    ]
 
 
 def test_the_quickstart_of_the_readme_is_the_checkout_example() -> None:
@@ -87,12 +98,37 @@ def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(cop
     ]
 
 
+def test_albums_are_published_photo_by_photo_or_not_at_all(copy: Path) -> None:
+    """PAR-1, PAR-4, C19."""
+    lines = run(copy, "fan_out").splitlines()
+    assert [line for line in lines if "claim_lost" not in line] == [  # the message of the member that was cancelled
+        "holidays: 4 photos",
+        "deleting the thumbnail of aunt.jpg",
+        "attic: failed, rollback done",
+        "  step 1 list_photos: completed",
+        "  step 3 make_thumbnail: completed",
+        "  step 4 make_thumbnail: failed",
+        "  step 5 make_thumbnail: cancelled",
+        "empty: 0 photos",
+    ]
+
+
 def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
     """HOST-1, C08."""
     assert run(copy, "host_transaction").splitlines() == [
         "refused: we have no unicorns",
         "1 order, 1 run",
         "teapot: shipped",
+    ]
+
+
+def test_a_change_finds_orders_in_flight_and_each_goes_its_own_way(copy: Path) -> None:
+    """HISTORY-2."""
+    assert run(copy, "patched_change").splitlines() == [
+        "2 orders in flight, 0 of them do not fit",
+        "['charge-for-order-1', 'shipped']",
+        "['checked', 'charge-for-order-2', 'shipped']",
+        "['checked', 'charge-for-order-3', 'shipped']",
     ]
 
 
@@ -113,3 +149,10 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:
+    """C61."""
+    output = run(copy, "testing")
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
+    assert not list((copy / "examples" / "testing").glob("*.db*"))

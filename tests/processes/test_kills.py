@@ -63,6 +63,13 @@ class Street:
         swept = self._python("-m", "dramatiq_saga.cli", "--app", "tests.processes.kill_app", "sweep", env=self.environment)
         assert swept.wait() == 0, swept.output()
 
+    def resume_rollback(self, run: str) -> None:
+        """What an operator would type."""
+        done = self._python(
+            "-m", "dramatiq_saga.cli", "--app", "tests.processes.kill_app", "resume-rollback", run, env=self.environment
+        )
+        assert done.wait() == 0, done.output()
+
     def all(self, sql: str, *params: object) -> list[tuple[Any, ...]]:
         return self.store.read(lambda tx: tx.all(sql, params))
 
@@ -111,6 +118,12 @@ def wide_street(postgres_url: str, redis_url: str, table_prefix: str, make_stree
         postgres_url,
         **{kill_app.REDIS: redis_url, kill_app.PREFIX: table_prefix, kill_app.SETTINGS: json.dumps(RECLAIMS)},
     )
+
+
+@pytest.fixture
+def server_street(mariadb_url: str, table_prefix: str, make_street: MakeStreet) -> Street:
+    """Rows and queue in one MariaDB."""
+    return make_street(mariadb_url, **{kill_app.PREFIX: table_prefix, kill_app.SETTINGS: json.dumps(RECLAIMS)})
 
 
 # --- once at every point ---------------------------------------------------------------------------------------------
@@ -226,6 +239,90 @@ def test_a_kill_in_a_rollback_costs_nothing_where_queue_and_rows_are_apart(
     """DRIVE-3, COMP-1: a redelivered undo sends the one after it, when its worker could not."""
     run = killed_once(wide_street, effects, "a book to nowhere", point)
     check_rollback(wide_street, effects, run, point, 2 if point.startswith("in body") else 1)
+
+
+LEVEL_POINTS = [
+    "claimed:refund",
+    "in body:refund",
+    "after body:unreserve",
+    "outcome written:refund",
+    "outcome committed:unreserve",
+    "acknowledging:refund",
+]
+
+
+def killed_in_a_level(street: Street, effects: EffectLog, point: str) -> None:
+    """Two undos of one level are at work when their worker dies; another brings both, and what comes after them, to their end."""
+    first = street.worker(die_at=point)
+    run: str = street.shop.tour.send("a tour to nowhere").id
+    eventually(lambda: effects.count("killed"), because=f"a worker dies at {point!r}")
+    first.wait()
+    street.worker()
+    street.wait_ended(run)
+    assert street.all("SELECT status, rollback, rollback_error FROM {flow_runs} WHERE id = ?", run) == [
+        ("failed", "done", None)
+    ]
+    rows = street.all("SELECT sequence, level, status FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence", run)
+    assert rows == [(3, 0, "completed"), (4, 0, "completed"), (1, 1, "completed")]
+    undone = street.all(
+        "SELECT sequence FROM {flow_events} WHERE run_id = ? AND type = 'compensation.completed' ORDER BY id", run
+    )
+    assert sorted(undone[:2]) == [(3,), (4,)], "each once, and both before the next level"
+    assert undone[2:] == [(1,)]
+    names = effects.names()
+    assert names.count("alight") == 1
+    assert names.index("alight") > max(names.index("refund ended"), names.index("unreserve ended"))
+    assert {name: names.count(name) for name in ("board", "charge", "reserve", "ship")} == {
+        "board": 1, "charge": 1, "reserve": 1, "ship": 1,
+    }  # fmt: skip
+    assert street.all("SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'flow.failed'", run) == [(1,)]
+
+
+@pytest.mark.parametrize("point", LEVEL_POINTS)
+def test_a_kill_in_the_middle_of_a_level_costs_neither_an_undo_nor_a_second_one(
+    street: Street, effects: EffectLog, point: str
+) -> None:
+    """COMP-1, COMP-5, C28: on one SQLite file."""
+    killed_in_a_level(street, effects, point)
+    eventually(lambda: street.all("SELECT state, actor FROM {messages}") == [(3, "ship")], because="one dead letter is left")
+
+
+@pytest.mark.parametrize("point", ["in body:refund", "outcome committed:unreserve"])
+def test_a_kill_in_the_middle_of_a_level_costs_nothing_where_queue_and_rows_are_apart(
+    wide_street: Street, effects: EffectLog, point: str
+) -> None:
+    """DRIVE-3, COMP-5: what was to follow is sent by a redelivery."""
+    killed_in_a_level(wide_street, effects, point)
+
+
+@pytest.mark.parametrize("point", ["in body:refund", "outcome written:unreserve", "outcome committed:refund"])
+def test_a_kill_in_the_middle_of_a_level_costs_nothing_on_a_server(
+    server_street: Street, effects: EffectLog, point: str
+) -> None:
+    """DRIVE-7, COMP-5: on MariaDB."""
+    killed_in_a_level(server_street, effects, point)
+
+
+def test_a_rollback_that_halted_for_a_lost_worker_is_resumed(street: Street, effects: EffectLog) -> None:
+    """COMP-8, PAR-3, C26: its worker was killed in the middle of a level, and with reclaim off nothing comes back for the undo."""
+    street.set(sagas__reclaim__stale_running__enabled=False)
+    first = street.worker(die_at="in body:refund")
+    run: str = street.shop.tour.send("a tour to nowhere").id
+    eventually(lambda: effects.count("killed"), because="a worker dies in an undo")
+    first.wait()
+    street.worker()
+    street.wait_ended(run)
+    assert street.all("SELECT status, rollback FROM {flow_runs} WHERE id = ?", run) == [("failed", "halted")]
+    assert effects.count("alight") == 0
+    street.resume_rollback(run)
+    eventually(
+        lambda: street.all("SELECT status, rollback FROM {flow_runs} WHERE id = ?", run) == [("failed", "done")],
+        because="the rollback has gone on",
+    )
+    assert effects.count("refund") == 2
+    assert effects.count("refund ended") == 1
+    assert effects.count("alight") == 1
+    assert {entry["key"] for entry in effects.entries("refund")} == {f"{run}:3:undo"}
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------

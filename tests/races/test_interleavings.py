@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from dramatiq.middleware import Shutdown
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
@@ -250,6 +251,85 @@ def test_an_undo_waits_until_the_fenced_body_has_reported(bench: MakeBench, shop
     body.succeed("charged after all")
     working.result()
     assert worker.codes() == ["outcome_rejected"]
+
+
+@pytest.mark.parametrize("ending", ["fails", "is given back"])
+def test_a_plan_loses_to_a_failed_try_that_lands_while_it_is_written(bench: MakeBench, shop: Shop, ending: str) -> None:
+    """COMP-5, COMP-9: the plan was made of a step at work; it is made again of one that has reported, and nothing is waited for."""
+    worker, operator = bench(), bench()
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = at_first_step(worker, "careful")
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    stop = operator.stop("plan")
+    planning = Background(lambda: operator.compensate(run))
+    stop.wait_reached()
+    body.fail(ValueError("declined") if ending == "fails" else Shutdown())
+    working.result()
+    assert worker.step(run) == ("failed" if ending == "fails" else "pending", 1)
+    stop.go()
+    assert planning.result()
+    expected = ("failed" if ending == "fails" else "unknown", None)
+    assert operator.one("SELECT undoes, not_before FROM {compensation_runs} WHERE run_id = ?", run) == expected
+    operator.run()
+    assert shop.order() == ["charge", "refund"]
+    assert operator.status(run) == "cancelled"
+    assert worker.codes() == []
+
+
+@postgresql_only
+@pytest.mark.parametrize("ending", ["fails", "is given back"])
+def test_a_step_that_reports_while_its_plan_is_written_is_refused_and_its_undo_goes(
+    bench: MakeBench, shop: Shop, table_prefix: str, ending: str
+) -> None:
+    """COMP-9, DRIVE-7: between the plan's last look at the step and its settling no report can slip in; it waits, and is fenced."""
+    worker, operator = bench(), bench()
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = at_first_step(worker, "careful")
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    stop = operator.stop("plan", where="inside", statement="SELECT status, attempts FROM {action_runs}")
+    planning = Background(lambda: operator.compensate(run))
+    stop.wait_reached()
+    body.fail(ValueError("declined") if ending == "fails" else Shutdown())
+    eventually(lambda: blocked(table_prefix) == 1)
+    stop.go()
+    assert planning.result()
+    working.result()
+    assert worker.step(run) == ("cancelled", 1)
+    assert worker.codes() == (["outcome_rejected"] if ending == "fails" else [])
+    assert "action.released" not in worker.events(run)
+    assert operator.one("SELECT undoes, not_before FROM {compensation_runs} WHERE run_id = ?", run) == ("unknown", None)
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+    assert worker.status(run) == "cancelled"
+
+
+def test_an_undo_does_not_take_the_report_of_an_earlier_claim_for_that_of_the_last(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """COMP-9: the straggler's body has ended, its successor's has not: no refund before that charge has reported."""
+    first, second, operator = bench(), bench(), bench()
+    slow, quick = Doorstep(), Doorstep()
+    bodies = iter([slow, quick])
+    shop.bodies["charge"] = lambda order: next(bodies)(order)
+    run, message = at_first_step(first, "careful")
+    straggler = Background(lambda: first.deliver(message))
+    slow.wait()
+    clock.advance(61)
+    successor = Background(lambda: second.deliver(message))
+    quick.wait()
+    assert operator.compensate(run)
+    slow.succeed("charged")
+    straggler.result()
+    assert first.messages == []
+    operator.deliver(operator.take())
+    assert shop.count("refund") == 0
+    quick.succeed("charged twice, under one key")
+    successor.result()
+    second.run()
+    assert shop.order() == ["charge", "charge", "refund"]
+    assert operator.status(run) == "cancelled"
 
 
 # --- outcomes --------------------------------------------------------------------------------------------------------

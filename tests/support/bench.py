@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import dramatiq
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.stub import StubBroker
+from dramatiq.message import Message
 
 from dramatiq_saga import SagaMiddleware, Settings, workflow
 from dramatiq_saga.clock import Clock, uuid7
-from dramatiq_saga.codec import encode_call
+from dramatiq_saga.codec import encode, encode_call
+from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs
+from dramatiq_saga.engine import runs, signals
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -39,6 +41,8 @@ WRITES = {
     "claim": "ClaimAttempt._write",
     "outcome and decision": "_settle_with_decision.<locals>.operation",
     "outcome": "_settle_alone.<locals>.operation",
+    "member outcome": "settle_member.<locals>.attempt.<locals>.record_member",
+    "callback": "called_back.<locals>.operation",
     "failed try": "fail_try.<locals>.operation",
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
@@ -46,9 +50,11 @@ WRITES = {
     "cancel": "_end_cancelled.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
+    "resume": "_resume_once.<locals>.operation",
     "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
     "start": "start.<locals>.operation",
+    "signal": "send.<locals>.operation",
 }
 
 
@@ -223,16 +229,23 @@ class Bench:
         """``outgoing`` as Dramatiq's message, for one delivery or several of the very same message."""
         return ByHand(build_message(self.broker, outgoing))
 
+    def callback(self, member: Outgoing) -> MessageProxy:
+        """What Dramatiq sends once it has counted every member of the group that ``member`` goes out with."""
+        (callback,) = build_message(self.broker, member).options["group_completion_callbacks"]
+        return ByHand(Message(**callback))
+
     def deliver(self, what: Outgoing | MessageProxy) -> Any:
         """Deliver one message, as a worker's thread would: a drive's ending, or the :class:`Delivery` of a step or an undo."""
         if isinstance(what, Outgoing):
             what = self.message(what)
         delivery = Delivery(what)
         if delivery.job is None:
+            if delivery.group is not None and not self.runner._called_back(delivery):
+                return None
             return drives.drive(self.engine, delivery.run_id, self.sender)
         actor = self.broker.actors[delivery.actor]
         try:
-            self.runner.perform(delivery, getattr(actor.fn, "__wrapped__", actor.fn))
+            self.runner.perform(delivery, body_of(actor))
         except Exception:
             if delivery.state != "failed":
                 raise
@@ -253,6 +266,9 @@ class Bench:
 
     def compensate(self, run_id: str) -> bool:
         return runs.compensate(self.engine, run_id, self.sender)
+
+    def signal(self, run_id: str, name: str, payload: Any = None, key: str | None = None) -> None:
+        signals.send(self.engine, signals.Signal(run_id, name, encode(payload, "payload"), key), self.sender)
 
     # --- what the rows say -------------------------------------------------------------------------------------------
 

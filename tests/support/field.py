@@ -1,6 +1,7 @@
 """One application in the field: what a test needs to start its workers, type its commands and read its rows.
 
-The application is ``tests/processes/recovery_app.py``. Commands are typed into the real program, in a process of its own.
+The application is ``tests/processes/recovery_app.py``, or another that reads the same variables. Commands are typed into the
+real program, in a process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Field:
         worker_process: Callable[..., WorkerProcess],
         python_process: Callable[..., Process],
         redis: str | None = None,
+        app: str = APP,
     ) -> None:
+        self.app = app
         self.env = {**shared, f"{VARIABLE}DATABASE": database, f"{VARIABLE}PREFIX": prefix}
         if redis is not None:
             self.env[f"{VARIABLE}REDIS"] = redis
@@ -53,12 +56,12 @@ class Field:
 
     def worker(self, **options: Any) -> WorkerProcess:
         env = {**self.env, **options.pop("env", {})}
-        return self._worker_process(APP, env=env, **options)
+        return self._worker_process(self.app, env=env, **options)
 
     def command(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Type a command and wait for its end."""
         return subprocess.run(
-            [sys.executable, "-m", "dramatiq_saga.cli", "--app", APP, *arguments],
+            [sys.executable, "-m", "dramatiq_saga.cli", "--app", self.app, *arguments],
             cwd=ROOT,
             env={**os.environ, **self.env, **(env or {})},
             capture_output=True,
@@ -76,7 +79,7 @@ class Field:
     def start(self, *arguments: str, **variables: str) -> Process:
         """Type a command and do not wait for it."""
         env = {**self.env, **{VARIABLE + name.upper(): value for name, value in variables.items()}}
-        return self._python_process("-m", "dramatiq_saga.cli", "--app", APP, *arguments, env=env)
+        return self._python_process("-m", "dramatiq_saga.cli", "--app", self.app, *arguments, env=env)
 
     def send(self, workflow: str, *args: str, **kwargs: Any) -> str:
         """Start a run; its id."""
@@ -85,12 +88,18 @@ class Field:
 
     def send_many(self, count: int, workflow: str, *args: str, **kwargs: Any) -> list[str]:
         """Start several runs alike, from one process; their ids."""
-        code = f"from {APP} import {workflow} as w\nfor _ in range({count}): print(w.send(*{args!r}, **{kwargs!r}).id)"
+        code = f"from {self.app} import {workflow} as w\nfor _ in range({count}): print(w.send(*{args!r}, **{kwargs!r}).id)"
         env = {**os.environ, **self.env}
         sent = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
         )
         return sent.stdout.split()
+
+    def signal(self, run_id: str, name: str, payload: Any = None) -> None:
+        """Signal a run, from a process that is no worker."""
+        code = f"from dramatiq_saga import get_flow\nimport {self.app}\nget_flow({run_id!r}).signal({name!r}, {payload!r})"
+        env = {**os.environ, **self.env}
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
 
     def run(self, run_id: str) -> RunReport:
         return self.operator.show_run(run_id, events=True)

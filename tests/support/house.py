@@ -39,10 +39,9 @@ MODULES = {
     "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders groups advice options",
+    "flow": "flow builders groups advice options coroutines",
     "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
     "operations": "operations reports",
-    "testing": "testing",
 }
 
 #: package from elsewhere -> where it may be imported (rooms, or files). What is not listed may be imported anywhere.
@@ -72,7 +71,7 @@ OUTSIDE: dict[str, str] = {
 FIXED_SIGNATURES = re.compile(r"(before|after)_\w+|add|incr|decr|incr_and_sum|consume|enqueue|requeue|join|signal_flow")
 
 #: Modules whose functions users call by the module's name.
-CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "histories.py", "testing.py"}
+CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "histories.py"}
 
 #: The machine's clock is read in the first; the second compares it with the server's.
 CLOCKS = {"clock.py", "store/clocks.py"}
@@ -303,6 +302,8 @@ def arguments_after_the_second_are_named(package: Package) -> Iterator[str]:
             if public.startswith("_") or (public not in offered and module.inside not in CALLED_BY_USERS):
                 continue
             name = function.name
+            if any(ast.unparse(one) == "overload" for one in function.decorator_list):
+                continue  # a view of the function below it, which is looked at
             if (name.startswith("_") and name != "__init__") or FIXED_SIGNATURES.fullmatch(name) or public.endswith("Error"):
                 continue
             arguments = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]

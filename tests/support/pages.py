@@ -1,13 +1,14 @@
 """The documentation as data: pages, their code blocks, headings and links; and a runner for one page's examples.
 
 ``python -m tests.support.pages PAGE`` runs a page's examples in the current directory: blocks in order, sharing their
-names. A block that starts with a comment such as ``# shop.py`` becomes that file and is imported. Tracebacks name the
-page and its line.
+names. A block that starts with a comment such as ``# shop.py`` becomes that file and is imported; ``# test_shop.py`` is run by
+pytest. Tracebacks name the page and its line.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -146,10 +147,22 @@ def run(page: Page) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(block.code, encoding="utf-8")
         importlib.invalidate_caches()
+        if file.name.startswith("test_"):
+            run_tests(file)
+            continue
         module = importlib.import_module(".".join(file.with_suffix("").parts))
         names[module.__name__] = module
         names.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
     return len(blocks)
+
+
+def run_tests(file: Path) -> None:
+    """A block that is a file of tests is run by pytest, as its readers will run it."""
+    import pytest
+
+    status = pytest.main(["-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "pytest_dramatiq_saga", str(file)])
+    if status:
+        raise AssertionError(f"the tests in {file} failed: {status!r}")
 
 
 if __name__ == "__main__":

@@ -720,11 +720,36 @@ def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> No
     assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
 
 
-def test_resume_rollback_refuses_politely(shop: Shop) -> None:
+def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
+    """C26, COMP-8: from the command line, once the cause is mended; a second call says that it goes on already."""
+    run = shop.start()
+    shop.plan(mail=fail, refund=fail)
+    shop.work_until(lambda: run.rollback == "halted")
+    assert "rollback   halted: what follows the failed undo was not undone" in shop("show", run.id).out
+    shop.plan(refund=lambda order: None)
+    done = shop("resume-rollback", run.id)
+    assert (done.status, done.lines) == (
+        0, [f"run {run.id} is failed, and stays so; its rollback goes on", "to be undone:", "  1  charge, by refund"],
+    )  # fmt: skip
+    assert "rollback   is being undone" in shop("show", run.id).out
+    again = shop("resume-rollback", run.id, "--json")
+    assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
+    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
+    shop.work_until(lambda: run.rollback == "done")
+    assert run.status == "failed"
+    refused = shop("resume-rollback", run.id)
+    assert (refused.status, refused.out) == (1, "")
+    assert "is failed, and its rollback is done: only a rollback that has halted is resumed" in refused.err
+
+
+def test_resume_rollback_of_a_run_that_has_none_is_refused(shop: Shop) -> None:
+    """COMP-8: a workflow that has ended is never restarted, and one that goes on is not undone by this."""
     run = shop.start()
     done = shop("resume-rollback", run.id)
     assert (done.status, done.out) == (1, "")
-    assert "not part of this version" in done.err
+    assert "is pending, and was never rolled back" in done.err
+    assert run.status == "pending"
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------
@@ -877,3 +902,29 @@ def test_json_is_ascii_that_no_terminal_acts_on() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}
+
+
+# --- prune -----------------------------------------------------------------------------------------------------------
+
+
+def test_prune_counts_on_request_and_deletes_what_ended_long_ago(shop: Shop) -> None:
+    """PRUNE-1: the age from the settings, or from the command line."""
+    old, young = shop.start(), shop.start("order-43")
+    for run in (old, young):
+        run.cancel()
+    shop.sql("UPDATE saga_flow_runs SET ended_at = ended_at - ? WHERE id = ?", 91 * 86_400_000, old.id)
+    assert shop("prune", "--dry-run").out.startswith("prune: 1 run would be deleted that ended until 2")
+    assert shop("prune").out.startswith("prune: 1 run deleted")
+    assert shop("show", old.id).status == 1
+    assert shop("show", young.id).status == 0
+    assert json.loads(shop("prune", "--before", "2999-01-01", "--json").out)["pruned"] == 1
+    assert shop("prune", "--days", "0").out.startswith("prune: 0 runs deleted")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--days", "-1"], ["--days", "x"], ["--before", "soon"], ["--limit", "0"], ["--days", "1", "--before", "2026-01-01"]],
+)
+def test_a_prune_that_cannot_be_meant_ends_with_2(shop: Shop, arguments: list[str]) -> None:
+    done = shop("prune", *arguments)
+    assert (done.status, done.out) == (2, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pickle
 import sys
 from datetime import timedelta
@@ -209,6 +210,51 @@ def test_hooks_are_kept_as_they_are() -> None:
     assert settings.context.capture is dict and settings.context.restore is print
 
 
+LEAVES = "not a function"
+
+
+def takes_none() -> str:
+    return "captured"
+
+
+def takes_one(captured: str) -> None: ...
+
+
+async def later() -> None: ...
+
+
+class Hooks:
+    capture = staticmethod(takes_none)
+
+
+def test_hooks_may_be_named_and_are_found_at_once() -> None:
+    """CTX-1: a hook that cannot be called is an error when the settings are made, not when a message comes."""
+    named = {"capture": f"{__name__}:takes_none", "restore": f"{__name__}:takes_one"}
+    prefix = f"{ENV_PREFIX}CONTEXT__"
+    environment = {prefix + "CAPTURE": f" {__name__}:Hooks.capture ", prefix + "RESTORE": named["restore"]}
+    for settings in (Settings.from_mapping({"context": named}), Settings.from_env(environment)):
+        assert settings.context.capture is not None and settings.context.restore is not None
+        assert settings.context.capture() == "captured" and settings.context.restore("captured") is None
+
+
+def test_a_hook_in_a_module_that_is_still_being_imported_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_made.py").write_text(
+        "from dramatiq_saga import Settings\n"
+        "settings = Settings.from_mapping({'context.capture': 'half_made:capture'})\n"
+        "def capture(): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingsError, match=r"context\.capture: names 'half_made:capture'.*in one of their own"):
+        importlib.import_module("half_made")
+
+
+def test_automatic_context_and_hooks_of_ones_own_exclude_each_other() -> None:
+    with pytest.raises(SettingsError, match=r"context\.auto: is for runs without hooks"):
+        Settings.from_mapping({"context": {"auto": True, "restore": print}})
+
+
 IMPOSSIBLE: list[tuple[str, Any]] = [
     ("actions.reclaim.stale_running.after_seconds", -1),
     ("actions.reclaim.stale_running.after_seconds", 0),
@@ -244,7 +290,13 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
     ("logging.anomaly_level", "loud"),
     ("logging.logger", ""),
     ("context.capture", "shop:capture"),
+    ("context.capture", "shop.capture"),
+    ("context.capture", "dramatiq_saga.clock:nothing"),
+    ("context.capture", f"{__name__}:LEAVES"),
+    ("context.capture", f"{__name__}:takes_one"),
+    ("context.capture", later),
     ("context.restore", 1),
+    ("context.restore", f"{__name__}:takes_none"),
     ("schema.table_prefix", "a" * 25),
     ("schema.table_prefix", "ü_"),
     ("schema.table_prefix", "Saga_"),
@@ -330,6 +382,8 @@ def test_the_environment_can_say_none(text: str) -> None:
         ("REPAIR__BATCH_SIZE", "1.5"),
         ("REPAIR__BATCHSIZE", "10"),
         ("CONTEXT__CAPTURE", "shop:capture"),
+        ("CONTEXT__CAPTURE", "os:system('true')"),
+        ("CONTEXT__RESTORE", "print"),
         ("LOCKS__RUN_TTL_SECONDS", "nan"),
     ],
 )

@@ -426,6 +426,67 @@ def test_the_policy_of_the_step_is_stronger_than_that_of_the_settings(
     assert app.run(chain(app, fails="C", policy=step)).rollback == expected
 
 
+def test_a_halted_rollback_is_resumed_once_its_cause_is_mended(app: Application) -> None:
+    """C26, COMP-8, COMP-6: only what is not undone runs; the run keeps its end, its error and the moment of its end."""
+    step, bad, undo = app.step("step"), app.step("bad", raises=ValueError("the original cause")), app.step("undo")
+    broken = [True]
+
+    @app.actor(actor_name="fragile")
+    def fragile(number: int) -> None:
+        app.calls.append(("fragile", number))
+        if broken[0]:
+            raise RuntimeError("no line to the bank")
+
+    @app.workflow
+    def three(flow: Flow) -> None:
+        flow.action(step).compensate_with(undo, 1).run()
+        flow.action(step).compensate_with(fragile, 2).run()
+        flow.action(step).compensate_with(undo, 3).run()
+        flow.run(bad)
+
+    handle = app.run(three)
+    app.drain()
+    assert (handle.status, handle.rollback) == ("failed", "halted")
+    (before,) = app.sql("SELECT status, error, ended_at, result FROM {flow_runs}")
+    broken[0] = False
+    assert handle.resume_rollback() is True
+    eventually(lambda: handle.rollback == "done", because="the rollback goes on")
+    app.drain()
+    assert app.sql("SELECT status, error, ended_at, result FROM {flow_runs}") == [before]
+    assert app.sql("SELECT rollback_error FROM {flow_runs}") == [(None,)]
+    assert app.calls[4:] == [("undo", 3), ("fragile", 2), ("fragile", 2), ("undo", 1)]
+    assert undone(handle) == [(3, "completed"), (2, "completed"), (1, "completed")]
+    with pytest.raises(FlowFailedError, match="the original cause"):
+        handle.result()
+    types = app.types(handle)
+    assert types.count("flow.failed") == 1
+    assert types[types.index("flow.failed") + 1] == "rollback.resumed"
+    assert types[-1] == "rollback.finished"
+    assert app.messages() == 0
+    with pytest.raises(ConcurrentTransitionError, match="its rollback is done"):
+        handle.resume_rollback()
+
+
+def test_a_resume_passes_over_what_nothing_can_build(lite: Application) -> None:
+    """COMP-8, CODEC-2: the result that its undo needs could not be stored; undoing that by hand is the operator's, the rest is not."""
+    step, undo = lite.step("step"), lite.step("undo")
+    strange = lite.step("strange", gives=object())
+
+    @lite.workflow
+    def two(flow: Flow) -> None:
+        flow.action(step).compensate_with(undo, 1).run()
+        flow.action(strange).compensate_with(lambda made: undo.message(made)).run()
+
+    handle = lite.run(two)
+    assert (handle.status, handle.rollback) == ("failed", "halted")
+    assert undone(handle) == [(2, "failed"), (1, "pending")]
+    assert handle.resume_rollback() is True
+    eventually(lambda: handle.rollback == "done", because="the rollback goes on")
+    assert undone(handle) == [(2, "failed"), (1, "completed")]
+    (error,) = lite.sql("SELECT rollback_error FROM {flow_runs}")[0]
+    assert "the compensation of step 2 (strange) is built from the step's result" in error
+
+
 def test_compensations_have_native_retries(app: Application) -> None:
     """COMP-1, NATIVE-1: an undo that fails twice and then works has undone its step."""
     step, bad = app.step("step"), app.step("bad", raises=ValueError())

@@ -232,6 +232,29 @@ def test_a_flow_outside_its_function_is_refused(lite: Application, where: str) -
     assert lite.calls == []
 
 
+def test_a_flow_in_another_thread_is_refused_where_the_answer_is_recorded_too(lite: Application) -> None:
+    """API: it would move the walk of the function's own thread, and hand its step's result to somebody else."""
+    step = lite.step("step", gives="result")
+    seen: list[Any] = []
+
+    @lite.workflow
+    def order(flow: Flow) -> str:
+        def elsewhere() -> None:
+            try:
+                seen.append(flow.run(step))
+            except SagaError as error:
+                seen.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return str(flow.run(step))
+
+    handle = order.run_sync()
+    assert handle.result() == "result" and len(handle.actions()) == 1
+    assert len(seen) == 2 and all("from another thread" in str(error) for error in seen)
+
+
 def test_a_side_effect_that_uses_the_flow_is_told_to_ask_before(lite: Application) -> None:
     """SIDE-1: its function runs once, so nothing in it may be a part of the history."""
     step = lite.step("step")

@@ -203,10 +203,13 @@ def test_a_run_that_is_rolling_back_is_not_walked(by_hand: Any) -> None:
     run = parcels.parked(bench)
     bench.compensate(run)
     deploy(bench.engine, "parcel", lambda flow: pytest.fail("was walked"))
-    assert list(verify_runs(bench.engine)) == []
-    verdict = verify_run(bench.engine, run)
-    assert verdict is not None
-    assert (verdict.ends, verdict.fits) == (None, True)
+    (verdict,) = verify_runs(bench.engine)
+    assert (verdict.run_id, verdict.status, verdict.ends, verdict.fits) == (run, "rolling_back", None, True)
+    del bench.broker.actors["undo"]
+    again = verify_run(bench.engine, run)
+    assert again is not None
+    assert [(finding.kind, finding.sequence) for finding in again.findings] == [("unknown actor", 1)]
+    assert "step 'pack', sequence 1, is to be undone by 'undo'" in again.findings[0].reason
 
 
 # --- many runs -------------------------------------------------------------------------------------------------------

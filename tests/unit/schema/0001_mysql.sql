@@ -84,7 +84,8 @@ CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL CO
     CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at), INDEX saga_action_block (ended_at, run_id, block));
+    CHECK (status <> 'optional_failed' OR (optional = TRUE AND given_up = TRUE)),
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0), INDEX saga_action_live (ended_at, created_at), INDEX saga_action_expiry (ended_at, expires_at), INDEX saga_action_block (ended_at, run_id, block, held_back, sequence));
 CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `level` INTEGER NOT NULL,
@@ -131,6 +132,7 @@ CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE
     `max_in_flight` INTEGER,
     `group_id` VARCHAR(64) COLLATE utf8mb4_bin,
     `closed_early_at` BIGINT,
+    `failed_by` INTEGER,
     `created_at` BIGINT NOT NULL,
     `ended_at` BIGINT, PRIMARY KEY (`run_id`,
     `sequence`),

@@ -92,10 +92,11 @@ CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL,
     CHECK ((status = 'pending' OR status = 'running' OR status = 'completed' OR status = 'failed' OR status = 'awaiting_retry' OR status = 'optional_failed' OR status = 'expired' OR status = 'cancelled')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR status = 'awaiting_retry' OR (status = 'failed' AND given_up = FALSE)),
+    CHECK (status <> 'optional_failed' OR (optional = TRUE AND given_up = TRUE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0 AND cycle >= 0));
 CREATE INDEX IF NOT EXISTS saga_action_live ON saga_action_runs (created_at) WHERE ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_action_expiry ON saga_action_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
-CREATE INDEX IF NOT EXISTS saga_action_block ON saga_action_runs (run_id, block) WHERE block IS NOT NULL AND ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_action_block ON saga_action_runs (run_id, block, held_back, sequence) WHERE block IS NOT NULL AND ended_at IS NULL;
 CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT NULL,
     "sequence" INTEGER NOT NULL,
     "level" INTEGER NOT NULL,
@@ -143,6 +144,7 @@ CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL,
     "max_in_flight" INTEGER,
     "group_id" VARCHAR(64),
     "closed_early_at" INTEGER,
+    "failed_by" INTEGER,
     "created_at" INTEGER NOT NULL,
     "ended_at" INTEGER, PRIMARY KEY ("run_id",
     "sequence"),

@@ -1,0 +1,611 @@
+"""Rollbacks whose levels hold several undos, and rollbacks that go on after they had halted: who meets whom there.
+
+The workflow books four things one after another and waits for a fifth. Its second and third step belong to one group, which is
+undone side by side: so the levels are 4, then 3 and 2, then 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dramatiq_saga import Settings
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import undoing
+from dramatiq_saga.engine.claim import ClaimAttempt
+from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.errors import ConcurrentTransitionError
+from dramatiq_saga.recovery.doctor import repair
+from dramatiq_saga.recovery.kick import kick
+from dramatiq_saga.step import Delivery
+from tests.races.conftest import MakeBench
+from tests.support.bench import Background, Bench
+
+every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+
+RECLAIM = Settings.from_mapping({"sagas": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}}})
+
+
+class Trip:
+    """What was booked and undone. ``undoing[n]`` replaces the body of the undo of step ``n``."""
+
+    def __init__(self) -> None:
+        self.undone: list[int] = []
+        self.undoing: dict[int, Callable[[], Any]] = {}
+        self.policies: dict[int, str] = {}
+
+    def declare(self, bench: Bench) -> None:
+        def book(number: int) -> int:
+            return number
+
+        def undo(number: int) -> None:
+            self.undone.append(number)
+            self.undoing.get(number, lambda: None)()
+
+        booking, cancelling = bench.actor(book), bench.actor(undo)
+
+        def trip(flow: Any) -> None:
+            for number in (1, 2, 3, 4):
+                builder = flow.action(booking, number).compensate_with(cancelling, number)
+                if number in self.policies:
+                    builder.on_compensation_failure(self.policies[number])
+                builder.run()
+            flow.run(booking, 5)
+
+        bench.workflow(trip)
+
+
+@pytest.fixture
+def shop() -> Trip:
+    return Trip()
+
+
+@pytest.fixture
+def trip(shop: Trip) -> Trip:
+    return shop
+
+
+class Door:
+    """A body that stands until it is told how to end."""
+
+    def __init__(self) -> None:
+        self._entered, self._leave = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        self._entered.set()
+        assert self._leave.wait(20)
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        assert self._entered.wait(20)
+
+    def open(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._leave.set()
+
+
+def refuse() -> None:
+    raise ValueError("they do not answer")
+
+
+def booked(worker: Bench, *, group: tuple[int, ...] = (2, 3)) -> str:
+    """A run with four bookings done and the fifth to come; ``group`` is undone side by side."""
+    run = worker.start("trip")
+    for _ in range(5):
+        worker.deliver(worker.take())
+    worker.sender.queue.clear()  # the fifth is to be cancelled
+    for sequence in group:
+        worker.store.write(
+            lambda tx, sequence=sequence: tx.run(
+                "UPDATE {action_runs} SET comp_group = 100, comp_parallel = TRUE WHERE run_id = ? AND sequence = ?",
+                (run, sequence),
+            )
+        )
+    return run
+
+
+def at_the_group(worker: Bench) -> tuple[str, dict[int, Any]]:
+    """A run whose group is being undone: its id, and the messages of that level by sequence."""
+    run = booked(worker)
+    assert worker.compensate(run)
+    worker.deliver(worker.take())
+    return run, {outgoing.sequence: worker.message(worker.take()) for outgoing in worker.messages}
+
+
+def give_up(worker: Bench, message: Any) -> None:
+    """The undo fails and Dramatiq has no try left."""
+    delivery = worker.deliver(message)
+    assert delivery.state == "failed"
+    worker.runner.give_up(delivery)
+
+
+def states(worker: Bench, run: str) -> dict[int, str]:
+    return dict(worker.all("SELECT sequence, status FROM {compensation_runs} WHERE run_id = ?", run))
+
+
+def ended(worker: Bench, run: str) -> tuple[str, str]:
+    row = worker.one("SELECT status, rollback FROM {flow_runs} WHERE id = ?", run)
+    assert row is not None
+    return row[0], row[1]
+
+
+def rollback_error(worker: Bench, run: str) -> str | None:
+    row = worker.one("SELECT rollback_error FROM {flow_runs} WHERE id = ?", run)
+    assert row is not None
+    return row[0]  # type: ignore[no-any-return]
+
+
+# --- levels of several rows ------------------------------------------------------------------------------------------
+
+
+@every_database
+def test_a_group_is_one_level_and_the_next_waits_for_all_of_it(bench: MakeBench, trip: Trip) -> None:
+    """COMP-5, COMP-1: 4, then 3 and 2 together, then 1; each message is sent once."""
+    worker = bench()
+    run, level = at_the_group(worker)
+    assert sorted(level) == [2, 3]
+    assert worker.all("SELECT sequence, level FROM {compensation_runs} WHERE run_id = ? ORDER BY sequence", run) == [
+        (1, 2), (2, 1), (3, 1), (4, 0),
+    ]  # fmt: skip
+    worker.deliver(level[2])
+    assert worker.messages == []
+    assert worker.undo(run, 1) == ("pending", 0)
+    worker.deliver(level[3])
+    assert [outgoing.sequence for outgoing in worker.messages] == [1]
+    worker.run()
+    assert trip.undone == [4, 2, 3, 1]
+    assert ended(worker, run) == ("cancelled", "done")
+
+
+@every_database
+def test_two_undos_of_a_level_that_finish_at_once_send_the_next_level_once(bench: MakeBench, trip: Trip) -> None:
+    """COMP-1, DRIVE-7: each was last seen by the other as still at work; the second to be recorded goes on, and only that one."""
+    first, second = bench(), bench()
+    run, level = at_the_group(first)
+    stops = [first.stop("undo outcome"), second.stop("undo outcome")]
+    finishing = [Background(lambda: first.deliver(level[3])), Background(lambda: second.deliver(level[2]))]
+    for stop in stops:
+        stop.wait_reached()
+    for stop, background in zip(stops, finishing, strict=True):
+        stop.go()
+        background.result()
+    assert first.messages == []
+    assert [outgoing.sequence for outgoing in second.messages] == [1]
+    second.run()
+    assert trip.undone.count(1) == 1
+    assert ended(first, run) == ("cancelled", "done")
+    assert first.events(run).count("rollback.finished") == 1
+
+
+@every_database
+def test_two_undos_of_the_last_level_that_finish_at_once_end_the_run_once(bench: MakeBench, trip: Trip) -> None:
+    """COMP-1: the run's end is one transition."""
+    first, second = bench(), bench()
+    run = booked(first, group=(1, 2, 3, 4))
+    assert first.compensate(run)
+    messages = {outgoing.sequence: first.message(first.take()) for outgoing in first.messages}
+    assert sorted(messages) == [1, 2, 3, 4]
+    first.deliver(messages[4])
+    first.deliver(messages[1])
+    stops = [first.stop("undo outcome"), second.stop("undo outcome")]
+    finishing = [Background(lambda: first.deliver(messages[3])), Background(lambda: second.deliver(messages[2]))]
+    for stop in stops:
+        stop.wait_reached()
+    for stop, background in zip(stops, finishing, strict=True):
+        stop.go()
+        background.result()
+    assert ended(first, run) == ("cancelled", "done")
+    assert first.events(run).count("rollback.finished") == 1
+    assert first.events(run).count("flow.cancelled") == 1
+
+
+@every_database
+def test_a_look_at_a_rollback_that_has_moved_on_looks_again(bench: MakeBench, trip: Trip) -> None:
+    """COMP-1, DRIVE-3: a drive that saw nothing to send must not note as sent what has become due since, or it never goes out."""
+    first, second, sweep = bench(), bench(), bench()
+    run, level = at_the_group(first)
+    looked = sweep.stop("advance")
+    looking = Background(lambda: undoing.advance(sweep.engine, run, sweep.sender, None))
+    looked.wait_reached()
+    stop = second.stop("undo outcome")
+    finishing = Background(lambda: second.deliver(level[2]))
+    stop.wait_reached()  # it has seen 3 at work
+    first.deliver(level[3])
+    dies = second.stop("advance")
+    stop.go()
+    dies.wait_reached()  # recorded, and the next level is nobody's yet
+    looked.go()
+    looking.result()
+    assert [outgoing.sequence for outgoing in sweep.messages] == [1]
+    dies.go()
+    finishing.result()
+    assert second.messages == []
+    sweep.run()
+    assert trip.undone.count(1) == 1
+    assert ended(sweep, run) == ("cancelled", "done")
+
+
+@every_database
+def test_one_undo_that_fails_halts_the_rollback_once_its_level_has_ended(bench: MakeBench, trip: Trip) -> None:
+    """COMP-4: its neighbour is at work already, and is undone; what comes after the level is not."""
+    trip.policies = {3: "continue"}
+    trip.undoing[2] = refuse
+    worker = bench()
+    run, level = at_the_group(worker)
+    give_up(worker, level[2])
+    assert ended(worker, run) == ("rolling_back", "running")
+    worker.deliver(level[3])
+    assert ended(worker, run) == ("cancelled", "halted")
+    assert states(worker, run) == {4: "completed", 3: "completed", 2: "failed", 1: "pending"}
+    assert "undo of step 2 (undo): ValueError: they do not answer" in (rollback_error(worker, run) or "")
+
+
+def test_undos_of_a_level_that_fail_under_continue_are_passed_over_and_all_named(bench: MakeBench, trip: Trip) -> None:
+    """COMP-4, COMP-6, C26: with parallel rollback too."""
+    trip.policies = {2: "continue", 3: "continue"}
+    trip.undoing = {2: refuse, 3: refuse}
+    worker = bench()
+    run, level = at_the_group(worker)
+    give_up(worker, level[3])
+    give_up(worker, level[2])
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
+    error = rollback_error(worker, run) or ""
+    assert "undo of step 2" in error
+    assert "undo of step 3" in error
+    assert trip.undone == [4, 3, 2, 1]
+
+
+def test_the_doctor_sends_a_lost_undo_of_a_level_again_and_not_its_neighbours(
+    bench: MakeBench, trip: Trip, clock: ManualClock
+) -> None:
+    """DOCTOR-1: R1 covers every row of a level."""
+    worker = bench(settings=Settings.from_mapping({"repair": {"enabled": True}}))
+    run, level = at_the_group(worker)
+    door = trip.undoing[3] = Door()
+    working = Background(lambda: worker.deliver(level[3]))
+    door.wait()
+    clock.advance(120)
+    assert repair(worker.engine, worker.sender).compensations == 1
+    assert [outgoing.sequence for outgoing in worker.messages] == [2]
+    door.open()
+    working.result()
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
+
+
+def test_an_undo_that_was_left_behind_does_not_hide_later_levels_from_the_doctor(
+    bench: MakeBench, trip: Trip, clock: ManualClock
+) -> None:
+    """DOCTOR-1, KICK-1, PAR-3: its level is over although its row has no end."""
+    trip.policies = {2: "continue", 3: "continue"}
+    worker = bench(settings=Settings.from_mapping({"repair": {"enabled": True}}))
+    run, level = at_the_group(worker)
+    job = Delivery(level[2]).job
+    assert job is not None
+    ClaimAttempt(worker.engine, job, nonce="of a worker that died").run()
+    worker.deliver(level[3])
+    worker.deliver(level[2])  # delivered again: nothing will ever reclaim it
+    assert [outgoing.sequence for outgoing in worker.messages] == [1]
+    worker.sender.queue.clear()  # and the next level's message is lost
+    clock.advance(120)
+    assert repair(worker.engine, worker.sender).compensations == 1
+    worker.sender.queue.clear()
+    assert [row.sequence for row in kick(worker.engine, run, worker.sender).sent] == [1]
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
+
+
+# --- levels that end without a member ---------------------------------------------------------------------------------
+
+
+@every_database
+def test_a_callback_that_meets_a_running_undo_ends_its_level(bench: MakeBench, trip: Trip) -> None:
+    """PAR-3, COMP-4: a lost worker and a slow one look the same; the slow one's outcome is recorded all the same."""
+    worker, other = bench(), bench()
+    run, level = at_the_group(worker)
+    door = trip.undoing[2] = Door()
+    slow = Background(lambda: worker.deliver(level[2]))
+    door.wait()
+    other.deliver(level[3])
+    undoing.level_closed(other.engine, run, 1, other.sender)
+    assert ended(other, run) == ("cancelled", "halted")
+    error = rollback_error(other, run) or ""
+    assert "CompensationUnfinishedError" in error
+    assert "undo of step 2 (undo) had not finished when its level ended" in error
+    door.open()
+    slow.result()
+    assert states(worker, run) == {4: "completed", 3: "completed", 2: "completed", 1: "pending"}
+    assert ended(other, run) == ("cancelled", "halted")
+
+
+def test_a_callback_that_comes_early_keeps_a_level_open_that_has_work_to_come(bench: MakeBench, trip: Trip) -> None:
+    """PAR-3, PAR-2: nothing of the level is at work, so the counter is simply wrong; the rows decide."""
+    worker = bench()
+    run, level = at_the_group(worker)
+    worker.deliver(level[3])
+    undoing.level_closed(worker.engine, run, 1, worker.sender)
+    undoing.level_closed(worker.engine, run, 7, worker.sender)
+    assert ended(worker, run) == ("rolling_back", "running")
+    worker.deliver(level[2])
+    undoing.level_closed(worker.engine, run, 1, worker.sender)
+    assert [outgoing.sequence for outgoing in worker.messages] == [1]
+    worker.run()
+    undoing.level_closed(worker.engine, run, 1, worker.sender)
+    assert ended(worker, run) == ("cancelled", "done")
+    assert trip.undone == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("way", ["a deadline", "leases"])
+def test_a_callback_leaves_an_undo_that_will_be_reclaimed_to_its_reclaim(
+    bench: MakeBench, trip: Trip, clock: ManualClock, way: str
+) -> None:
+    """PAR-3, RECLAIM-3, RECLAIM-5: the level goes on for as long as somebody may come back for the row."""
+    leases = Settings.from_mapping({"reclaim": {"dead_workers": {"enabled": True}}})
+    worker = bench(settings=RECLAIM if way == "a deadline" else leases)
+    run, level = at_the_group(worker)
+    job = Delivery(level[2]).job
+    assert job is not None
+    ClaimAttempt(worker.engine, job, nonce="of a worker that died").run()
+    worker.deliver(level[3])
+    undoing.level_closed(worker.engine, run, 1, worker.sender)
+    assert ended(worker, run) == ("rolling_back", "running")
+    if way == "a deadline":
+        clock.advance(61)
+        worker.deliver(level[2])
+        worker.run()
+        assert ended(worker, run) == ("cancelled", "done")
+
+
+def test_a_failure_of_an_undo_that_was_left_behind_is_recorded_and_final(bench: MakeBench, trip: Trip) -> None:
+    """PAR-3, FENCE-1: its level did not wait for it, and it gets no other try; the row says what became of it."""
+    worker = bench()
+    run, level = at_the_group(worker)
+    door = trip.undoing[2] = Door()
+    slow = Background(lambda: worker.deliver(level[2]))
+    door.wait()
+    worker.deliver(level[3])
+    undoing.level_closed(worker.engine, run, 1, worker.sender)
+    door.open(ValueError("they do not answer"))
+    delivery = slow.result()
+    row = worker.one(
+        "SELECT status, given_up, ended_at IS NULL FROM {compensation_runs} WHERE run_id = ? AND sequence = 2", run
+    )
+    assert row is not None
+    assert (row[0], bool(row[1]), bool(row[2])) == ("failed", True, False)
+    worker.runner.give_up(delivery)
+    worker.deliver(level[2])
+    assert trip.undone == [4, 2, 3]
+    assert ended(worker, run) == ("cancelled", "halted")
+
+
+# --- COMP-8: resuming --------------------------------------------------------------------------------------------------
+
+
+def halted(worker: Bench, trip: Trip) -> str:
+    """A run whose rollback has halted at step 2, while that of its neighbour went through."""
+    trip.undoing[2] = refuse
+    run, level = at_the_group(worker)
+    worker.deliver(level[3])
+    give_up(worker, level[2])
+    assert ended(worker, run) == ("cancelled", "halted")
+    return run
+
+
+def resume(worker: Bench, run: str) -> bool:
+    return undoing.resume(worker.engine, run, worker.sender)
+
+
+@every_database
+def test_a_resumed_rollback_undoes_what_is_not_undone_and_nothing_else(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, COMP-6, C26: the run keeps its end; tries are renewed, attempts go on counting."""
+    worker = bench()
+    run = halted(worker, trip)
+    before = worker.one("SELECT status, ended_at, reason, error FROM {flow_runs} WHERE id = ?", run)
+    del trip.undoing[2]
+    assert resume(worker, run)
+    assert ended(worker, run) == ("cancelled", "running")
+    assert rollback_error(worker, run) is None
+    assert worker.undo(run, 2) == ("pending", 2)
+    assert worker.one("SELECT tries, claims FROM {compensation_runs} WHERE run_id = ? AND sequence = 2", run) == (0, 0)
+    assert [(outgoing.sequence, outgoing.attempts, outgoing.tries) for outgoing in worker.messages] == [(2, 2, 0)]
+    worker.run()
+    assert trip.undone == [4, 3, 2, 2, 1]
+    assert ended(worker, run) == ("cancelled", "done")
+    assert rollback_error(worker, run) is None
+    assert worker.one("SELECT status, ended_at, reason, error FROM {flow_runs} WHERE id = ?", run) == before
+    kinds = worker.events(run)
+    assert kinds.count("rollback.resumed") == 1
+    assert kinds.count("rollback.finished") == 2
+    assert kinds.count("flow.cancelled") == 1
+
+
+def test_a_resumed_rollback_that_halts_again_can_be_resumed_again(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8: its error is that of the last time."""
+    worker = bench()
+    run = halted(worker, trip)
+
+    def refuse_otherwise() -> None:
+        raise OSError("no line")
+
+    trip.undoing[2] = refuse_otherwise
+    assert resume(worker, run)
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "halted")
+    assert "OSError: no line" in (rollback_error(worker, run) or "")
+    assert "they do not answer" not in (rollback_error(worker, run) or "")
+    del trip.undoing[2]
+    assert resume(worker, run)
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
+    assert worker.undo(run, 2) == ("completed", 5)
+    assert trip.undone == [4, 3, 2, 2, 2, 1]
+
+
+@every_database
+def test_of_two_that_resume_a_rollback_one_does_it(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, STATUS-1: both have found it halted; the second is told that it goes on already."""
+    first, second = bench(), bench()
+    run = halted(first, trip)
+    del trip.undoing[2]
+    stop = second.stop("resume")
+    late = Background(lambda: resume(second, run))
+    stop.wait_reached()
+    assert resume(first, run)
+    stop.go()
+    assert late.result() is False
+    assert second.messages == []
+    assert first.undo(run, 2) == ("pending", 2)
+    assert resume(first, run) is False
+    first.run()
+    assert trip.undone == [4, 3, 2, 2, 1]
+    assert first.events(run).count("rollback.resumed") == 1
+
+
+@every_database
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_a_straggler_of_the_old_attempt_cannot_touch_an_undo_that_was_resumed(
+    bench: MakeBench, trip: Trip, fails: bool
+) -> None:
+    """COMP-8, FENCE-1: its level had left it behind; its report comes after the resume and is refused."""
+    worker, other = bench(), bench()
+    run, level = at_the_group(worker)
+    slow, again = Door(), Door()
+    doors = iter([slow, again])
+    trip.undoing[2] = lambda: next(doors)()
+    straggler = Background(lambda: worker.deliver(level[2]))
+    slow.wait()
+    other.deliver(level[3])
+    undoing.level_closed(other.engine, run, 1, other.sender)
+    assert resume(other, run)
+    assert other.undo(run, 2) == ("pending", 2)
+    successor = Background(lambda: other.deliver(other.take()))
+    again.wait()
+    slow.open(ValueError("too late") if fails else None)
+    straggler.result()
+    assert worker.codes() == ["outcome_rejected"]
+    assert other.undo(run, 2) == ("running", 3)
+    assert ended(other, run) == ("cancelled", "running")
+    again.open()
+    successor.result()
+    other.run()
+    assert states(other, run) == dict.fromkeys((1, 2, 3, 4), "completed")
+    assert ended(other, run) == ("cancelled", "done")
+    assert trip.undone.count(1) == 1
+
+
+@every_database
+def test_a_late_outcome_is_not_undone_by_a_resume(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, FENCE-2: it lands while the resume is on its way; the resume looks again, and what has been undone stays undone."""
+    worker, operator = bench(), bench()
+    run, level = at_the_group(worker)
+    door = trip.undoing[2] = Door()
+    slow = Background(lambda: worker.deliver(level[2]))
+    door.wait()
+    operator.deliver(level[3])
+    undoing.level_closed(operator.engine, run, 1, operator.sender)
+    stop = operator.stop("resume")
+    resuming = Background(lambda: resume(operator, run))
+    stop.wait_reached()
+    door.open()
+    slow.result()
+    stop.go()
+    assert resuming.result() is True
+    assert operator.codes() == ["transition_lost"]
+    assert [outgoing.sequence for outgoing in operator.messages] == [1]
+    operator.run()
+    assert trip.undone == [4, 2, 3, 1]
+    assert ended(operator, run) == ("cancelled", "done")
+
+
+def test_a_resume_that_finds_nothing_left_to_undo_ends_the_rollback(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8: the undo that had not finished has finished since."""
+    worker = bench()
+    run = booked(worker, group=())
+    assert worker.compensate(run)
+    for _ in range(3):
+        worker.deliver(worker.take())
+    last = worker.message(worker.take())
+    door = trip.undoing[1] = Door()
+    slow = Background(lambda: worker.deliver(last))
+    door.wait()
+    worker.deliver(last)
+    assert ended(worker, run) == ("cancelled", "halted")
+    door.open()
+    slow.result()
+    assert resume(worker, run)
+    assert ended(worker, run) == ("cancelled", "done")
+    assert rollback_error(worker, run) is None
+    assert worker.messages == []
+
+
+def test_only_a_halted_rollback_is_resumed(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8: a workflow that has ended is never restarted, and a rollback that is over stays over."""
+    worker = bench()
+    run = booked(worker)
+    with pytest.raises(ConcurrentTransitionError, match="it is running, and was never rolled back"):
+        resume(worker, run)
+    assert worker.compensate(run)
+    assert resume(worker, run) is False
+    worker.run()
+    with pytest.raises(ConcurrentTransitionError, match="it is cancelled, and its rollback is done"):
+        resume(worker, run)
+    assert trip.undone == [4, 3, 2, 1]
+
+
+def test_a_rollback_that_passed_a_failure_over_is_not_resumed_and_says_why(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, COMP-4."""
+    trip.policies = dict.fromkeys((1, 2, 3, 4), "continue")
+    trip.undoing[2] = refuse
+    worker = bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    worker.run()
+    with pytest.raises(ConcurrentTransitionError, match="what undoes step 2 failed, and was passed over as its policy says"):
+        resume(worker, run)
+
+
+def test_an_undo_whose_worker_is_gone_ends_its_level_in_a_resumed_rollback_too(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, PAR-3, CLAIM-2: the run has ended long ago; a lost claim still looks at its rollback."""
+    first, second = bench(), bench()
+    run = halted(first, trip)
+    del trip.undoing[2]
+    assert resume(first, run)
+    again = first.message(first.take())
+    stop = first.stop("undo outcome")
+    dying = Background(lambda: first.deliver(again))
+    stop.wait_reached()
+    second.deliver(again)  # claimed, and nothing will ever reclaim it: its level ends
+    assert ended(second, run) == ("cancelled", "halted")
+    assert "CompensationUnfinishedError" in (rollback_error(second, run) or "")
+    stop.go()
+    dying.result()
+    assert second.undo(run, 2) == ("completed", 3)
+
+
+@every_database
+def test_a_message_that_comes_out_of_turn_undoes_nothing(bench: MakeBench, trip: Trip) -> None:
+    """COMP-1, CLAIM-1: what was passed over at first is tried again by a resume, and a late message of the row that had halted
+    the rollback does not overtake it."""
+    trip.policies = {4: "continue", 3: "continue"}
+    trip.undoing = {4: refuse, 2: refuse}
+    worker = bench()
+    run = booked(worker, group=())
+    assert worker.compensate(run)
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "halted")
+    assert trip.undone == [4, 3, 2]
+    trip.undoing.clear()
+    assert resume(worker, run)
+    late = Outgoing("compensation", run, "undo", "default", 2, attempts=1)
+    worker.deliver(late)
+    assert trip.undone == [4, 3, 2]
+    assert worker.codes() == ["claim_lost"]
+    worker.run()
+    assert trip.undone == [4, 3, 2, 4, 2, 1]
+    assert ended(worker, run) == ("cancelled", "done")

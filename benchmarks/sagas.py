@@ -1,9 +1,10 @@
 """How fast sagas are on one SQLite file: a table of throughput, latency, cost per step, and a peer beside it.
 
-    python -m benchmarks.sagas [--runs N] [--peer] [--only throughput,length,latency,statements]
+    python -m benchmarks.sagas [--runs N] [--peer] [--only throughput,length,block,latency,statements]
 
 * throughput: N three-step runs, stored beforehand, drained by one worker process with 8 threads
 * length: one run of 50, 200 and 500 steps, milliseconds per step
+* block: one parallel block of 100 and of 1,000 members, milliseconds per member
 * latency: one three-step run at a time on an idle worker, started in its process and from another one
 * statements: write transactions and statements of one step, counted on the writer's connection
 
@@ -66,6 +67,11 @@ class Bench:
                 flow.run(work, "long", number)
             return count
 
+        @workflow(broker=self.broker)
+        def side_by_side(flow: Flow, count: int) -> int:
+            return len(flow.parallel(*(flow.action(work, "block", number) for number in range(count))).run())
+
+        self.side_by_side: Workflow[[int], int] = side_by_side
         self.three: Workflow[[str], str] = three
         self.many: Workflow[[int], int] = many
 
@@ -112,6 +118,25 @@ def length(synchronous: str, _runs: int) -> dict[str, float]:
             found[f"ms/step of {steps}"] = min(times)
         worker.stop()
         found["500 against 50"] = found["ms/step of 500"] / found["ms/step of 50"]
+        return found
+
+
+def block(synchronous: str, _runs: int) -> dict[str, float]:
+    """Milliseconds per member of parallel blocks: the best of three of each size."""
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(str(Path(directory, "sagas.db")), synchronous)
+        worker = bench.worker()
+        bench.side_by_side.send(20).result(wait=60)
+        found: dict[str, float] = {}
+        for members in (100, 1000):
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                bench.side_by_side.send(members).result(wait=120)
+                times.append(1000 * (time.perf_counter() - began) / members)
+            found[f"ms/member of {members}"] = min(times)
+        worker.stop()
+        found["1000 against 100"] = found["ms/member of 1000"] / found["ms/member of 100"]
         return found
 
 
@@ -240,7 +265,14 @@ def peer(synchronous: str, runs: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-MEASURES = {"throughput": throughput, "length": length, "latency": latency, "statements": statements, "peer": peer}
+MEASURES = {
+    "throughput": throughput,
+    "length": length,
+    "block": block,
+    "latency": latency,
+    "statements": statements,
+    "peer": peer,
+}
 
 
 def _in_a_process(measure: str, synchronous: str, runs: int) -> dict[str, float] | str:
@@ -261,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--only", default="throughput,length,latency,statements")
+    parser.add_argument("--only", default="throughput,length,block,latency,statements")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     parser.add_argument("--synchronous", default="NORMAL", help=argparse.SUPPRESS)
     chosen = parser.parse_args()

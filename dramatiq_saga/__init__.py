@@ -1,5 +1,6 @@
 """dramatiq-saga: durable sagas on Dramatiq workers. The names a user types; everything else is in the modules below."""
 
+from .engine.retry_on_signal import RetryContext
 from .errors import (
     CannotSignalFlowError,
     FlowCancelledError,
@@ -21,6 +22,7 @@ from .flow import Flow
 from .handle import FlowHandle, get_flow
 from .middleware import SagaMiddleware
 from .query import FlowQuery, query
+from .retry_policy import RetryPolicy
 from .settings import Settings
 from .statuses import (
     ActionStatus,
@@ -56,6 +58,8 @@ __all__ = [
     "ParallelFailurePolicy",
     "ResultMissing",
     "ResultTimeout",
+    "RetryContext",
+    "RetryPolicy",
     "RollbackStatus",
     "RunConflictError",
     "SagaError",

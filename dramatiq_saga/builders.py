@@ -17,16 +17,18 @@ from datetime import datetime, timedelta
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from dramatiq import Actor, Message
+from dramatiq import Actor, Broker, Message
 
 from .advice import advise
 from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
 from .coroutines import refuse_without_loop
 from .engine.replay import Replay
+from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError
+from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError, StepFailedError
 from .options import check_options
+from .retry_policy import ExceptionClasses, RetryPolicy, policy_of
 from .statuses import CompensationFailurePolicy
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class CompensationBuildError(SagaError):
     """A ``compensate_with`` callable raised, or returned something else than a message (COMP-10)."""
 
 
-def _describing(method: M) -> M:
+def describing(method: M) -> M:
     """A method that raises ends its builder: that one was refused, not forgotten (BuilderNotRunError)."""
 
     @wraps(method)
@@ -137,7 +139,36 @@ def _describing(method: M) -> M:
     return cast("M", call)
 
 
-class ActionBuilder(Generic[R_co, V_co]):
+class RetriedOnSignal:
+    """What a step and a child have in common: a signal may run them again once they have failed for good."""
+
+    __slots__ = ("_retry",)
+
+    _retry: RetryPolicy | None
+
+    @describing
+    def retry_on_signal(
+        self,
+        signal_or_policy: str | RetryPolicy,
+        *,
+        max_retries: int | None = None,
+        wait_seconds: float | timedelta | None = None,
+        only: ExceptionClasses | None = None,
+        when: Callable[[RetryContext], bool] | None = None,
+    ) -> Self:
+        """Wait for a signal where this has failed for good, and run it again when the signal comes (RSIG-1).
+
+        The arguments are those of a :class:`~dramatiq_saga.RetryPolicy`, which may be given instead of them. What the row was scheduled
+        with counts for signal, budget and wait; ``only`` and ``when`` are those of the code.
+
+        Raises:
+          TypeError, ValueError: an argument that cannot be meant, or one beside a policy.
+        """
+        self._retry = policy_of(signal_or_policy, max_retries=max_retries, wait_seconds=wait_seconds, only=only, when=when)
+        return self
+
+
+class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     """One step, described. Every method returns the builder; :meth:`run` comes last.
 
     ``R`` is what the actor returns, ``V`` what ``run()`` gives: the same, or what stands in for the result of an optional step.
@@ -183,8 +214,9 @@ class ActionBuilder(Generic[R_co, V_co]):
         self._expires_at: int | None = None
         self._optional = False
         self._fallback: bytes | None = None
-        self._reclaim = _Reclaim("reclaim_stale_after")
-        self._comp_reclaim = _Reclaim("reclaim_compensation_stale_after")
+        self._retry = None
+        self._reclaim = Reclaim("reclaim_stale_after")
+        self._comp_reclaim = Reclaim("reclaim_compensation_stale_after")
         if not replay.is_replaying:
             self._check_loop(actor)
             self._encoded = bind(actor, args, kwargs)
@@ -198,7 +230,7 @@ class ActionBuilder(Generic[R_co, V_co]):
     @overload
     def compensate_with(self, builder: Callable[[R_co], Message[Any]], /) -> Self: ...
 
-    @_describing
+    @describing
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
         """How this step is undone: an actor with its arguments, or a callable that makes the message from the step's result.
 
@@ -217,31 +249,19 @@ class ActionBuilder(Generic[R_co, V_co]):
                 self._compensation = CompensationSpec(actor_or_builder.actor_name, None)
             self._compensation_from = None
         else:
-            if args or kwargs:
-                raise TypeError(
-                    "compensate_with() takes arguments with an actor; a callable gets the step's result and nothing else"
-                )
-            if isinstance(actor_or_builder, Message):
-                raise TypeError(
-                    "compensate_with() takes the actor and its arguments, compensate_with(refund, 3), or a function that makes the "
-                    "message from the step's result, compensate_with(lambda result: refund.message(result)); not a message"
-                )
-            if not callable(actor_or_builder):
-                raise TypeError(
-                    f"compensate_with() takes an actor or a callable that returns a message, not {type(actor_or_builder).__name__}"
-                )
+            check_message_builder(actor_or_builder, args, kwargs)
             self._compensation, self._compensation_from = None, actor_or_builder
         self._check_self_failure()
         return self
 
-    @_describing
+    @describing
     def compensate_step_on_self_failure(self, flag: bool = True) -> Self:
         """Undo this step also when it is the one that failed, or when nobody knows how it ended (COMP-5, COMP-9)."""
         self._on_self_failure = flag
         self._check_self_failure()
         return self
 
-    @_describing
+    @describing
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
         self._on_failure = CompensationFailurePolicy(policy).value
@@ -256,13 +276,13 @@ class ActionBuilder(Generic[R_co, V_co]):
     @overload
     def continue_on_failure(self, flag: bool) -> ActionBuilder[R_co, V_co | None]: ...
 
-    @_describing
+    @describing
     def continue_on_failure(self, flag: bool = True) -> ActionBuilder[R_co, Any]:
         """A failure of this step does not fail the run: ``run()`` gives ``None``, or the fallback value (OPT-1)."""
         self._optional = flag
         return self
 
-    @_describing
+    @describing
     def fallback_value_on_fail(self, value: F) -> ActionBuilder[R_co, R_co | F]:
         """What ``run()`` gives where this step has failed; implies :meth:`continue_on_failure` (OPT-1).
 
@@ -273,7 +293,7 @@ class ActionBuilder(Generic[R_co, V_co]):
         self._fallback = encode(value, "fallback_value_on_fail()")
         return cast("ActionBuilder[R_co, R_co | F]", self)
 
-    @_describing
+    @describing
     def expires_in(self, duration: float | timedelta) -> Self:
         """A deadline for this step, counted from the moment it is scheduled (EXPIRE-1)."""
         if to_ms(duration) <= 0:
@@ -281,37 +301,37 @@ class ActionBuilder(Generic[R_co, V_co]):
         self._expires_at = self._replay.now + to_ms(duration)
         return self
 
-    @_describing
+    @describing
     def expires_at(self, moment: datetime) -> Self:
         """A deadline for this step, as an aware ``datetime`` (EXPIRE-1)."""
         self._expires_at = moment_to_ms(moment)
         return self
 
-    @_describing
+    @describing
     def reclaim_stale_after(self, seconds: float | timedelta) -> Self:
         """How long a claim of this step may stay without an outcome before it may be claimed again; turns reclaim on (RECLAIM-2)."""
         self._reclaim.after(seconds)
         return self
 
-    @_describing
+    @describing
     def enable_stale_reclaim(self, flag: bool) -> Self:
         """Turn reclaim on for this step (with the configured window) or off, whatever the settings say (RECLAIM-2)."""
         self._reclaim.enabled = flag
         return self
 
-    @_describing
+    @describing
     def reclaim_compensation_stale_after(self, seconds: float | timedelta) -> Self:
         """As :meth:`reclaim_stale_after`, for this step's compensation."""
         self._comp_reclaim.after(seconds)
         return self
 
-    @_describing
+    @describing
     def enable_compensation_stale_reclaim(self, flag: bool) -> Self:
         """As :meth:`enable_stale_reclaim`, for this step's compensation."""
         self._comp_reclaim.enabled = flag
         return self
 
-    @_describing
+    @describing
     def max_claims(self, n: int) -> Self:
         """How often this step may be claimed without reporting an outcome; 1 means at most once (RECLAIM-6)."""
         if n < 1:
@@ -319,7 +339,7 @@ class ActionBuilder(Generic[R_co, V_co]):
         self._max_claims = n
         return self
 
-    @_describing
+    @describing
     def with_options(self, **options: Any) -> Self:
         """Dramatiq options for this step's messages: ``queue_name, priority, max_retries, min_backoff, time_limit, …``.
 
@@ -379,6 +399,10 @@ class ActionBuilder(Generic[R_co, V_co]):
 
     def _state(self, entry: StepEntry) -> State:
         """Where a recorded step stands: native tries, retry on signal, optional fallback, failure (RSIG-2)."""
+        if entry.extra.retry is not None:
+            found = look(self._replay, entry, self._retry, failure=lambda: _failure(entry))
+            assert isinstance(found, StepEntry)
+            entry = found
         if entry.status == "completed":
             if entry.comp_from_result and not entry.comp_ready:
                 self._resolve(entry)
@@ -386,7 +410,7 @@ class ActionBuilder(Generic[R_co, V_co]):
         if entry.status == "optional_failed":
             return State(entry, value=entry.extra.fallback or _nothing)
         if entry.status == "failed" and entry.given_up:
-            return State(entry, error=step_failed(entry.actor, entry.sequence, text=entry.error or ""))
+            return State(entry, error=_failure(entry))
         if entry.status == "expired":
             if entry.optional:
                 return State(entry, value=entry.extra.fallback or _nothing)
@@ -419,6 +443,7 @@ class ActionBuilder(Generic[R_co, V_co]):
             expires_at=self._expires_at,
             optional=self._optional,
             fallback=self._fallback,
+            retry=None if self._retry is None else self._retry.stored(settings),
             scope=scope,
         )  # fmt: skip
         advise(actor, step, settings)
@@ -458,30 +483,12 @@ class ActionBuilder(Generic[R_co, V_co]):
 
     def _resolve(self, entry: StepEntry) -> None:
         """Build the compensation from the step's result, the first time a drive sees it completed (COMP-2, COMP-10)."""
-        replay, builder = self._replay, self._compensation_from
-        if builder is None:
-            return
-        where = f"the compensation of step {entry.sequence} ({entry.actor})"
-        assert entry.value is not None
-        try:
-            message = builder(entry.value())
-        except Exception as error:
-            fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
-            fault.__cause__ = error
-            raise replay.fault(fault) from error
-        if not isinstance(message, Message):
-            raise replay.fault(
-                CompensationBuildError(
-                    f"{where} was built as {type(message).__name__}: return a message, for example refund.message(...)"
-                )
-            )
-        try:
-            actor = self._actor.broker.get_actor(message.actor_name)
-            options = {**message.options, "queue_name": message.queue_name}
-            spec = compensation(actor, message.args, message.kwargs, options)
-        except Exception as error:
-            raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
-        replay.resolve_compensation(entry.sequence, spec)
+        if self._compensation_from is not None:
+            assert entry.value is not None
+            resolve(
+                self._replay, self._compensation_from, entry.value(), broker=self._actor.broker, sequence=entry.sequence,
+                where=f"the compensation of step {entry.sequence} ({entry.actor})",
+            )  # fmt: skip
 
     def _describe(self) -> str:
         return f"action({self._actor.actor_name})"
@@ -491,7 +498,7 @@ class ActionBuilder(Generic[R_co, V_co]):
             self._replay.builder_dropped(self._describe())
 
 
-class _Reclaim:
+class Reclaim:
     """The reclaim window of a row, by the precedence of RECLAIM-2: seconds, then on, then off, then the settings."""
 
     __slots__ = ("enabled", "name", "seconds")
@@ -513,6 +520,46 @@ class _Reclaim:
             return self.seconds
         enabled = configured.enabled if self.enabled is None else self.enabled
         return round(configured.after_seconds) if enabled else None
+
+
+def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, of: str = "step") -> None:
+    """Refuse what ``compensate_with()`` cannot make a message of."""
+    if args or kwargs:
+        raise TypeError(f"compensate_with() takes arguments with an actor; a callable gets the {of}'s result and nothing else")
+    if isinstance(builder, Message):
+        raise TypeError(
+            "compensate_with() takes the actor and its arguments, compensate_with(refund, 3), or a function that makes the "
+            f"message from the {of}'s result, compensate_with(lambda result: refund.message(result)); not a message"
+        )
+    if not callable(builder):
+        raise TypeError(f"compensate_with() takes an actor or a callable that returns a message, not {type(builder).__name__}")
+
+
+def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str) -> None:
+    """Build a compensation from a result, the first time a drive sees it (COMP-2); what goes wrong holds the run (COMP-10)."""
+    try:
+        message = builder(value)
+    except Exception as error:
+        fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
+        fault.__cause__ = error
+        raise replay.fault(fault) from error
+    if not isinstance(message, Message):
+        raise replay.fault(
+            CompensationBuildError(
+                f"{where} was built as {type(message).__name__}: return a message, for example refund.message(...)"
+            )
+        )
+    try:
+        actor = broker.get_actor(message.actor_name)
+        options = {**message.options, "queue_name": message.queue_name}
+        spec = compensation(actor, message.args, message.kwargs, options)
+    except Exception as error:
+        raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
+    replay.resolve_compensation(sequence, spec)
+
+
+def _failure(entry: StepEntry) -> StepFailedError:
+    return step_failed(entry.actor, entry.sequence, text=entry.error or "")
 
 
 def compensation(

@@ -11,6 +11,7 @@ Nothing is captured or restored unless the settings or the workflow say so; a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import Token
 from typing import TYPE_CHECKING, Any
 
@@ -25,27 +26,41 @@ if TYPE_CHECKING:
 #: Stands for "not said": ``None`` is a context like any other.
 UNSET: Any = object()
 
+#: A note on what a capturing function has raised.
+NOT_CAPTURED = "dramatiq-saga: raised by the function that captures a run's context, so no run was started"
+
 _WHERE = "the run's context"
 
 
-def captured(settings: Settings, own: Any = UNSET) -> bytes | None:
+def captured(settings: Settings, own: Any = UNSET, *, given: Any = UNSET) -> bytes | None:
     """What a run that is sent now takes along, as it is stored; ``None`` where nothing travels.
 
-    ``own`` is the workflow's: a function without arguments, or a value. It stands in for what the settings say. Whatever the
-    hook raises is the caller's, and so is what cannot be stored.
+    ``given`` by the call that sends it comes first, then the workflow's ``own`` (a function without arguments, or a value), then
+    what the settings say. Whatever a hook raises is the caller's, and so is what cannot be stored.
 
     Raises:
       NotSerializableError: the encoder cannot carry it; the error names the path (CODEC-2).
     """
     context = settings.context
+    if given is not UNSET:
+        return encode(given, _WHERE)
     if own is not UNSET:
-        return encode(own() if callable(own) else own, _WHERE)
+        return encode(_called(own) if callable(own) else own, _WHERE)
     if context.capture is not None:
-        return encode(context.capture(), _WHERE)
+        return encode(_called(context.capture), _WHERE)
     if context.auto:
         bound = _storable(structlog.contextvars.get_contextvars())
         return encode(bound, _WHERE) if bound else None
     return None
+
+
+def _called(capture: Callable[[], Any]) -> Any:
+    try:
+        return capture()
+    except Exception as error:
+        with suppress(Exception):  # an exception class may refuse new attributes
+            error.add_note(NOT_CAPTURED)
+        raise
 
 
 def restorer(settings: Settings) -> Callable[[Any], Any] | None:
@@ -57,18 +72,34 @@ def restorer(settings: Settings) -> Callable[[Any], Any] | None:
 class Around:
     """One piece of user code in its run's context: :meth:`enter` before it, :meth:`leave` after it, however it ended."""
 
-    __slots__ = ("_undo",)
+    __slots__ = ("_entered", "_returned")
 
     def __init__(self) -> None:
-        self._undo: Callable[[BaseException | None], object] | None = None
+        self._returned: list[Any] = []  # what the hook returned
+        self._entered: list[Any] = []  # something, once that is a context manager and was entered
 
     def enter(self, restore: Callable[[Any], Any], data: bytes) -> None:
         """Restore what was stored as ``data``. Whatever the hook raises is raised here.
 
+        Who else may be here: a time limit or a shutdown, which interrupt between any two lines. What was restored has to be known
+        by then, so the hook is called, and its word kept, by one call from C. test_an_interrupt_anywhere_leaves_no_context_behind
+
         Raises:
           TypeError: the hook returned something that does not say how it is undone.
         """
-        self._undo = _undo_of(restore(decode(data)))
+        self._returned.extend(map(restore, (decode(data),)))
+        if not self._returned:
+            raise RuntimeError("context.restore raised StopIteration")
+        (returned,) = self._returned
+        if _is_manager(returned):
+            self._entered.extend(map(type(returned).__enter__, (returned,)))
+        elif not (returned is None or isinstance(returned, Token) or callable(returned)):
+            self._returned.clear()
+            hint = ": decorate it with contextlib.contextmanager" if hasattr(returned, "send") else ""
+            raise TypeError(
+                f"context.restore returned {type(returned).__name__}, which does not say how it is undone{hint}; return a context "
+                "manager, a function without arguments, the token of ContextVar.set(), or None"
+            )
 
     def leave(self, error: BaseException | None, *, logger: str | None, run_id: str) -> None:
         """Undo it; nothing where it never was restored. ``error`` is what the piece ended with, for context managers to see.
@@ -76,34 +107,29 @@ class Around:
         Doing it again does no harm: an interrupt may have cut it short. An error of the undoing is logged as
         ``context_not_undone``.
         """
-        undo = self._undo
-        if undo is None:
+        if not self._returned:
             return
+        (returned,) = self._returned
         try:
-            undo(error)
+            if _is_manager(returned):
+                if self._entered:
+                    kind = None if error is None else type(error)
+                    type(returned).__exit__(returned, kind, error, None if error is None else error.__traceback__)
+            elif isinstance(returned, Token):
+                with suppress(RuntimeError):  # it has been reset already, and an interrupt came right after that
+                    returned.var.reset(returned)
+            elif returned is not None:
+                returned()
         except Exception as fault:
-            log = structlog.get_logger(logger or "dramatiq_saga")
-            log.error("context_not_undone", run_id=run_id, exc_info=fault)
-        self._undo = None
+            structlog.get_logger(logger or "dramatiq_saga").error("context_not_undone", run_id=run_id, exc_info=fault)
+        self._returned.clear()
+        self._entered.clear()
 
 
-def _undo_of(returned: Any) -> Callable[[BaseException | None], object] | None:
-    """How what a ``restore`` hook has returned is undone; a context manager is entered here."""
-    if returned is None:
-        return None
-    if isinstance(returned, Token):
-        return lambda _: returned.var.reset(returned)
+def _is_manager(returned: Any) -> bool:
+    """Asked first: contextlib makes its managers callable too."""
     kind = type(returned)
-    if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):  # before callables: contextlib makes one of both
-        returned.__enter__()
-        return lambda error: returned.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-    if callable(returned):
-        return lambda _: returned()
-    hint = ": decorate it with contextlib.contextmanager" if hasattr(kind, "send") else ""
-    raise TypeError(
-        f"context.restore returned {kind.__name__}, which does not say how it is undone{hint}; return a context manager, "
-        "a function without arguments, the token of ContextVar.set(), or None"
-    )
+    return not isinstance(returned, Token) and hasattr(kind, "__enter__") and hasattr(kind, "__exit__")
 
 
 # --- context.auto ----------------------------------------------------------------------------------------------------

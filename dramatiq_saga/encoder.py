@@ -36,6 +36,7 @@ MAX_TAG_LENGTH = 100
 IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes, datetime, date, time, timedelta, UUID, Decimal})
 
 _AS_IS: frozenset[type] = frozenset({str, int, float, bool, type(None)})
+_TEXT = frozenset({str})
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _stock = JSONEncoder()
 
@@ -197,13 +198,17 @@ def _is_plain(value: Any) -> bool:
         value = open_values.pop()
         kind = type(value)
         if kind is dict:
-            if any(type(key) is not str for key in value):
+            if not _TEXT.issuperset(map(type, value)):
                 return False
-            open_values += value.values()
+            items = value.values()
         elif kind is list:
-            open_values += value
-        elif kind not in _AS_IS:
+            items = value
+        elif kind in _AS_IS:
+            continue
+        else:
             return False
+        if not _AS_IS.issuperset(map(type, items)):
+            open_values += [item for item in items if type(item) not in _AS_IS]
     return True
 
 

@@ -301,6 +301,16 @@ class CannotSignalRollingBackFlowError(CannotSignalFlowError):
     """The run is being undone."""
 
 
+class NothingAwaitsRetryError(CannotSignalFlowError):
+    """``signal_retry()`` on a run of which nothing is parked for a signal now; nothing was written (RSIG-1)."""
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id} is {self.status}, and no step or child of it waits for a signal to be retried: look at it with show; "
+            "a signal that is sent by its name, signal(name), is kept for a failure that comes later"
+        )
+
+
 class SignalKeyConflictError(SagaError, ValueError):
     """A signal's key was given before, to a signal of another name to the same run; nothing was written (SIG-3)."""
 
@@ -527,7 +537,18 @@ class BuilderNotRunError(SagaError):
 
 
 class RetryPolicyReentryError(SagaError):
-    """A retry policy's predicate tried to change a run."""
+    """A retry policy's predicate tried to change a run; the run is held until the code is mended (RSIG-3)."""
+
+    def __init__(self, what: str, asked_about: str) -> None:
+        super().__init__(what, asked_about)
+        self.what = what
+        self.asked_about = asked_about
+
+    def __str__(self) -> str:
+        return (
+            f"when() of the retry policy of {self.asked_about} is not the place for {self.what}: it says whether a failure may be "
+            "retried, from its RetryContext alone; nothing was changed"
+        )
 
 
 # --- recorded on rows ------------------------------------------------------------------------------------------------
@@ -551,6 +572,10 @@ class MessageSkippedError(SagaError):
 
 class UnknownActorError(SagaError):
     """No worker knows the step's actor (NATIVE-3)."""
+
+
+class ParentEndedError(SagaError):
+    """A child run was closed by its parent's end, under the close policy ``fail`` (CHILD-3)."""
 
 
 class CompensationFailedError(SagaError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 from uuid import UUID, uuid4
 
 from .builders import ActionBuilder
+from .child_builder import ChildBuilder, ChildWorkflow
 from .clock import moment_to_ms, to_ms
 from .codec import decode, encode
 from .engine.replay import Replay, current_replay, here
@@ -59,10 +60,11 @@ def tag_text(key: object, value: object) -> str | None:
 class Flow:
     """The argument that a workflow function receives. It belongs to one replay, in one thread, and dies with it."""
 
-    __slots__ = ("_replay",)
+    __slots__ = ("_replay", "_workflows")
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, *, workflows: Mapping[str, Any] | None = None) -> None:
         self._replay = replay
+        self._workflows = workflows
 
     def run(self, actor: Actor[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of one step; shorthand for ``action(actor, ...).run()``.
@@ -151,6 +153,15 @@ class Flow:
     def saga(self, *builders: Member[Any]) -> SagaBuilder[Any]:
         """A builder for steps that run one after another and are undone by rules of their own (COMP-4, COMP-5)."""
         return SagaBuilder(self._use(), builders)
+
+    def child(self, workflow: ChildWorkflow[P, R], /, *args: P.args, **kwargs: P.kwargs) -> ChildBuilder[R, R]:
+        """A builder for a child: a run of another workflow, which this one waits for (CHILD-1).
+
+        Raises:
+          TypeError: the arguments do not fit the workflow's signature, or it is declared on another broker.
+          NotSerializableError: they cannot be stored (CODEC-2); the error names the path.
+        """
+        return ChildBuilder(self._use(), workflow, args, kwargs, known=self._workflows)
 
     def await_signal(self, name: str, *, wait_seconds: float | timedelta | None = None) -> Any:
         """The payload of the next signal of that name: of one that has come already, or else of the first that comes (SIG-1).

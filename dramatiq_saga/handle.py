@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import dramatiq
 
 from .codec import decode, encode, load_error
-from .engine import runs, undoing
+from .engine import retry_on_signal, runs, undoing
 from .engine import signals as signalling
 from .engine.decision import write_tag
 from .engine.replay import refuse_inside_workflow
@@ -31,7 +31,7 @@ from .flow import tag_text
 from .options import short_text
 from .statuses import FlowStatus, RollbackStatus
 from .store.models import NAME_LENGTH
-from .views import ActionView, CompensationView, EventView, SignalView
+from .views import ActionView, ChildView, CompensationView, EventView, SignalView
 
 if TYPE_CHECKING:
     from dramatiq import Broker
@@ -53,6 +53,7 @@ _ACTIONS = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE r
 _COMPENSATIONS = (
     f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
+_CHILDREN = f"SELECT {', '.join(ChildView.COLUMNS)} FROM {{children}} WHERE run_id = ? ORDER BY sequence"
 _SIGNALS = f"SELECT {', '.join(SignalView.COLUMNS)} FROM {{signals}} WHERE run_id = ? ORDER BY id"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 
@@ -159,13 +160,27 @@ class FlowHandle(Generic[R]):
             return False
         return True
 
+    def signal_retry(self) -> int:
+        """Run again whatever of the run is parked for a signal, each by a signal of the name it waits for; how many (RSIG-1).
+
+        For people who know that the cause is gone and not what the signal is called. All of them, or none.
+
+        Raises:
+          FlowNotFoundError: there is no such run.
+          CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError: the run takes no signals now; nothing was written.
+          NothingAwaitsRetryError: nothing is parked now; nothing was written.
+          MessageNotSentError: they are signalled, but the broker did not take the message that has the run driven.
+        """
+        refuse_inside_workflow(f"signalling run {self.id} from its handle")
+        return retry_on_signal.answer_all(self._engine, self.id, self._middleware.sender(self._broker))
+
     def cancel(self, reason: str | None = None) -> bool:
         """End the run as ``cancelled`` without undoing anything; false where it already is cancelled or rolling back (COMP-1).
 
         Raises:
           ConcurrentTransitionError: the run has ended otherwise; the error says how.
         """
-        return runs.cancel(self._engine, self.id, reason)
+        return runs.cancel(self._engine, self.id, self._middleware.sender(self._broker), reason)
 
     def compensate(self, reason: str | None = None) -> bool:
         """Undo what the run has done, then end it as ``cancelled``; false where it already is cancelled or rolling back (COMP-1).
@@ -221,6 +236,10 @@ class FlowHandle(Generic[R]):
     def compensations(self) -> list[CompensationView]:
         """The run's compensations, in the order in which they run."""
         return [CompensationView(*row) for row in self._engine.store.read(lambda tx: tx.all(_COMPENSATIONS, (self.id,)))]
+
+    def children(self) -> list[ChildView]:
+        """The run's child runs as it knows them, oldest first (CHILD-1); ``get_flow(child.child_id)`` is a handle on one."""
+        return [ChildView(*row) for row in self._engine.store.read(lambda tx: tx.all(_CHILDREN, (self.id,)))]
 
     def signals(self) -> list[SignalView]:
         """The signals that the run was sent, in the order in which they arrived."""

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
 _OPEN = (
-    "SELECT sequence, actor, status FROM {action_runs} WHERE run_id = ? AND status IN ('pending', 'running', 'awaiting_retry')"
+    "SELECT a.sequence, a.actor, a.status, w.name FROM {action_runs} a LEFT JOIN {waits} w ON w.run_id = a.run_id "
+    "AND w.sequence = a.sequence AND w.kind = 'retry' AND w.status = 'waiting' "
+    "WHERE a.run_id = ? AND a.status IN ('pending', 'running', 'awaiting_retry')"
 )
 
 
@@ -66,8 +68,12 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
     waiting = engine.store.read(lambda tx: tx.all(_OPEN, (new.run_id,)))
-    what = ", ".join(f"step {sequence} ({actor}, {status})" for sequence, actor, status in waiting) or "something from outside"
+    what = ", ".join(_open(*row) for row in waiting) or "something from outside"
     raise WouldBlockError(new.run_id, what)
+
+
+def _open(sequence: int, actor: str, status: str, signal: str | None) -> str:
+    return f"step {sequence} ({actor}, {status})" if signal is None else f"signal {signal!r} to retry step {sequence} ({actor})"
 
 
 def run_message(runner: Runner, outgoing: Outgoing) -> None:

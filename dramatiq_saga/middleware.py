@@ -175,7 +175,7 @@ class SagaMiddleware(Middleware):
                 self._database, prefix=self.settings.schema.table_prefix, auto_create=self.settings.schema.auto_create
             )
         ensure_group_callbacks(broker, self, store=store)
-        return Engine(
+        engine = Engine(
             store=store,
             settings=self.settings,
             anomalies=AnomalyLog.from_settings(self.settings.logging),
@@ -183,6 +183,8 @@ class SagaMiddleware(Middleware):
             worker_id=self.worker_id,
             actor_facts=functools.partial(_facts, broker),
         )
+        engine.make_flow = functools.partial(Flow, workflows=engine.workflows)
+        return engine
 
     def _adopt(self, store: Store) -> Store:
         """The broker's own store, on which the settings about tables count as well."""
@@ -556,7 +558,11 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
 
 def _callback(run_id: str, group: Group) -> dict[str, Any]:
     """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
-    facts = {"kind": "callback", "run": run_id, "block": group.block, "first": group.first, "last": group.last}
+    facts: dict[str, Any] = {"kind": "callback", "run": run_id}
+    if group.level is not None:
+        facts["level"] = group.level
+    else:
+        facts |= {"block": group.block, "first": group.first, "last": group.last}
     options: dict[str, Any] = {OPTION: facts}
     if group.priority is not None:
         options["priority"] = group.priority

@@ -20,6 +20,7 @@ from dramatiq.middleware import Retries
 from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
+from .context import UNSET
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
 from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
 from .handle import FlowHandle
@@ -156,11 +157,17 @@ class Operator:
         workflow: str | None = None,
         status: Iterable[str] = (),
         tags: Mapping[str, str] | None = None,
+        awaiting_signal: str | None = None,
+        awaiting_retry_signal: str | None = None,
+        signalable: bool | None = None,
         limit: int = 50,
     ) -> list[RunLine]:
-        """The newest runs, narrowed. Raises ValueError for a status that there is not."""
+        """The newest runs, narrowed as by :func:`~dramatiq_saga.query`. Raises ValueError for what cannot be meant."""
         self._require_tables()
-        conditions = read_conditions(workflow=workflow, status=list(status) or None, tags=tags or None, limit=limit)
+        conditions = read_conditions(
+            workflow=workflow, status=list(status) or None, tags=tags or None, awaiting_signal=awaiting_signal,
+            awaiting_retry_signal=awaiting_retry_signal, signalable=signalable, limit=limit,
+        )  # fmt: skip
         rows = list(FlowQuery(cast("Broker", self.broker), **conditions).rows(self.store, _LISTED))
         found = self.store.read(lambda tx: _tags_of(tx, [row[0] for row in rows]))
         return [RunLine(*(*row, found.get(row[0], {}))) for row in rows]
@@ -206,9 +213,15 @@ class Operator:
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def send(
-        self, workflow: str, *, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None, run_id: str | None = None
+        self,
+        workflow: str,
+        *,
+        args: list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        run_id: str | None = None,
+        context: Any = UNSET,
     ) -> Sent:
-        """Start a run of a workflow that the application declares.
+        """Start a run of a workflow that the application declares; ``context`` as in ``Workflow.send_with_options``.
 
         Raises:
           RefusedError: it declares no such workflow.
@@ -220,7 +233,9 @@ class Operator:
             raise RefusedError(_unknown_workflow(workflow, declared))
         self._require_tables()
         there = run_id is not None and self.store.read(lambda tx: tx.one(_EXISTS, (run_id,))) is not None
-        handle = declared[workflow].send_with_options(args=tuple(args or ()), kwargs=kwargs or {}, run_id=run_id)
+        handle = declared[workflow].send_with_options(
+            args=tuple(args or ()), kwargs=kwargs or {}, run_id=run_id, context=context
+        )
         return Sent(handle.id, workflow, not there)
 
     def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:
@@ -279,6 +294,16 @@ class Operator:
         """
         self._handle(run_id, "signal").signal(name, payload, key=key)
         return self.show_run(run_id)
+
+    def signal_retry(self, run_id: str) -> list[StepReport]:
+        """Run again what of a run is parked for a signal; the steps that were parked, as they were.
+
+        Raises what :meth:`FlowHandle.signal_retry` raises.
+        """
+        handle = self._handle(run_id, "signal-retry")
+        parked = [step for step in self.show_run(run_id).steps if step.retry is not None and step.retry.waiting]
+        handle.signal_retry()
+        return parked
 
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""

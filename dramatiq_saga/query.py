@@ -30,8 +30,9 @@ PAGE = 200
 
 #: Their first terms are the predicates of indexes that hold live runs, or open waits, only.
 _AWAITING = (
-    f"r.{LIVE} AND r.id IN (SELECT w.run_id FROM {{waits}} w WHERE w.status = 'waiting' AND w.name = ? AND w.kind = 'signal')"
+    f"r.{LIVE} AND r.id IN (SELECT w.run_id FROM {{waits}} w WHERE w.status = 'waiting' AND w.name = ? AND w.kind = '%s')"
 )
+_AWAITING_SIGNAL, _AWAITING_RETRY = _AWAITING % "signal", _AWAITING % "retry"
 _SIGNALABLE = f"r.{LIVE} AND r.status <> 'rolling_back'"
 _NOT_SIGNALABLE = "(r.ended_at IS NOT NULL OR r.status = 'rolling_back')"
 
@@ -53,14 +54,27 @@ class FlowQuery:
     after: int | None = None
     order: str = "newest"
     limit: int | None = None
-    awaiting_signal: str | None = None
+    awaiting_signal: tuple[str, ...] = ()
+    awaiting_retry_signal: tuple[str, ...] = ()
     signalable: bool | None = None
+    _nothing: bool = False  # two of the conditions exclude each other
 
     def where(self, **conditions: Any) -> FlowQuery:
-        """This search, narrowed: the same conditions as :func:`query` takes."""
+        """This search, narrowed: the same conditions as :func:`query` takes, beside those that are there. ``order`` is replaced."""
         known = read_conditions(**conditions)
-        if "tags" in known:
-            known["tags"] = self.tags + known["tags"]
+        for name in ("tags", "awaiting_signal", "awaiting_retry_signal"):
+            if name in known:
+                known[name] = getattr(self, name) + known[name]
+        for name in ("workflow", "signalable"):
+            if name in known and getattr(self, name) not in (None, known[name]):
+                known["_nothing"] = True
+        for name, nearer in (("before", min), ("after", max), ("limit", min)):
+            mine = getattr(self, name)
+            if name in known and mine is not None:
+                known[name] = nearer(mine, known[name])
+        if "status" in known and self.status:
+            known["status"] = tuple(word for word in self.status if word in known["status"])
+            known["_nothing"] = known.get("_nothing", False) or not known["status"]
         return replace(self, **known)
 
     def __iter__(self) -> Iterator[FlowHandle[Any]]:
@@ -102,7 +116,7 @@ class FlowQuery:
         return int(row[0]) if row else 0
 
     def _where(self) -> tuple[str, list[Any]]:
-        clauses: list[str] = ["1 = 1"]
+        clauses: list[str] = ["1 = 0" if self._nothing else "1 = 1"]
         params: list[Any] = []
         if self.workflow is not None:
             clauses.append("r.workflow = ?")
@@ -125,9 +139,9 @@ class FlowQuery:
         if self.after is not None:
             clauses.append("r.created_at >= ?")
             params.append(self.after)
-        if self.awaiting_signal is not None:
-            clauses.append(_AWAITING)
-            params.append(self.awaiting_signal)
+        for clause, names in ((_AWAITING_SIGNAL, self.awaiting_signal), (_AWAITING_RETRY, self.awaiting_retry_signal)):
+            clauses += [clause] * len(names)
+            params += names
         if self.signalable is not None:
             clauses.append(_SIGNALABLE if self.signalable else _NOT_SIGNALABLE)
         return " AND ".join(clauses), params
@@ -139,6 +153,7 @@ def query(
     status: FlowStatus | str | Iterable[FlowStatus | str] | None = None,
     tags: Mapping[str, str | int | None] | None = None,
     awaiting_signal: str | None = None,
+    awaiting_retry_signal: str | None = None,
     signalable: bool | None = None,
     before: datetime | None = None,
     after: datetime | None = None,
@@ -153,6 +168,7 @@ def query(
       status: one status or several.
       tags: every one of them has to be there with that value.
       awaiting_signal: waits for a signal of that name now.
+      awaiting_retry_signal: a step or child of it is parked and waits for a signal of that name to be run again (RSIG-1).
       signalable: true: takes signals, so it has not ended and is not rolling back; false: takes none any more.
       before, after: when the run was started, as aware ``datetime`` objects.
       order: ``"newest"`` (default) or ``"oldest"`` first.
@@ -164,6 +180,7 @@ def query(
         status=status,
         tags=tags,
         awaiting_signal=awaiting_signal,
+        awaiting_retry_signal=awaiting_retry_signal,
         signalable=signalable,
         before=before,
         after=after,
@@ -179,6 +196,7 @@ def read_conditions(
     status: Any = None,
     tags: Mapping[str, Any] | None = None,
     awaiting_signal: str | None = None,
+    awaiting_retry_signal: str | None = None,
     signalable: bool | None = None,
     before: datetime | None = None,
     after: datetime | None = None,
@@ -198,7 +216,9 @@ def read_conditions(
     if tags is not None:
         given["tags"] = tuple((name, None if value is None else str(value)) for name, value in tags.items())
     if awaiting_signal is not None:
-        given["awaiting_signal"] = short_text(awaiting_signal, "a signal's name", limit=NAME_LENGTH)
+        given["awaiting_signal"] = (short_text(awaiting_signal, "a signal's name", limit=NAME_LENGTH),)
+    if awaiting_retry_signal is not None:
+        given["awaiting_retry_signal"] = (short_text(awaiting_retry_signal, "a signal's name", limit=NAME_LENGTH),)
     if signalable is not None:
         if not isinstance(signalable, bool):
             raise TypeError(f"signalable is True or False, not {signalable!r}")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
+from .engine.retry_on_signal import Stored
+from .report_entries import EntryReport, WaitingSignal, read_entries, read_signals
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
@@ -26,12 +28,13 @@ _RUN_COLUMNS = (
     "ended_at",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
-_STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts")
+_STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")
 _STEPS = f"SELECT {', '.join((*ActionView.COLUMNS, *_STEP_EXTRAS))} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
 _COMPENSATIONS = (
     f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts'))} FROM {{compensation_runs}} "
     "WHERE run_id = ? ORDER BY level, sequence DESC"
 )
+_RETRY_WAITS = "SELECT sequence, due_at FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting'"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
 
@@ -49,6 +52,27 @@ class NextTry:
     number: int
     of: int | None
     at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryReport:
+    """How a step's retries on signal stand: ``spent`` signals of ``cap`` (``None``: no limit) have run it again (RSIG-3).
+
+    ``waiting``: it is parked, until ``due_at`` where there is a deadline. ``over`` says why no signal will run it again.
+    """
+
+    signal: str
+    spent: int
+    cap: int | None
+    waiting: bool
+    due_at: int | None
+    over: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "signal": self.signal, "spent": self.spent, "cap": self.cap, "waiting": self.waiting, "due_at": to_iso(self.due_at),
+            "over": self.over,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +100,7 @@ class StepReport:
     repair_attempts: int
     undo: str | None
     compensation: CompensationReport | None
+    retry: RetryReport | None = None
 
     @property
     def next_try(self) -> NextTry | None:
@@ -110,6 +135,8 @@ class RunReport:
     ended_at: int | None
     tags: dict[str, str | None]
     steps: list[StepReport]
+    entries: list[EntryReport]  # what stands between the steps
+    signals: list[WaitingSignal]
     events: list[EventView] | None
     payload_limit: int | None  # None: payloads are not to be shown
 
@@ -129,6 +156,8 @@ class RunReport:
         for name in ("hold_until", "expires_at", "created_at", "started_at", "ended_at"):
             known[name] = to_iso(getattr(self, name))
         known["steps"] = [self._step(step) for step in self.steps]
+        known["entries"] = [entry.as_dict() for entry in self.entries]
+        known["signals"] = [signal.as_dict() for signal in self.signals]
         if self.events is not None:
             known["events"] = [
                 {
@@ -146,6 +175,8 @@ class RunReport:
             **_common(row, step),
             "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
+            "block": row.block, "position": row.position, "held_back": row.held_back,
+            "retry_on_signal": None if step.retry is None else step.retry.as_dict(),
             "compensation": None if compensation is None else {
                 **_common(compensation.row, compensation),
                 "level": compensation.row.level, "beside": list(compensation.beside), "undoes": compensation.row.undoes,
@@ -187,9 +218,12 @@ def read_run(
         return None
     facts = dict(zip(_RUN_COLUMNS, run, strict=True))
     limit = history.max_payload_preview_length if history.store_payloads else None
+
+    def shown(data: bytes | None) -> str | None:
+        return None if data is None or limit is None else readable(data, limit)
+
     for name in ("args", "result"):
-        data = facts[name]
-        facts[name] = None if data is None or limit is None else readable(bytes(data), limit)
+        facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None
     facts["unseen_wakes"] = facts.pop("wakes") - facts.pop("wakes_seen")
@@ -207,13 +241,18 @@ def read_run(
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
         undone[sequence] = replace(undo, beside=beside) if beside else undo
     steps = []
+    parked = dict(tx.all(_RETRY_WAITS, (run_id,)))
     for row in tx.all(_STEPS, (run_id,)):
-        *columns, options, comp_actor, from_result, repairs = row
+        *columns, options, comp_actor, from_result, repairs, policy = row
         step = ActionView(*_plain(columns))
         undo_by = comp_actor or (FROM_RESULT if from_result else None)
-        steps.append(StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence)))
+        retry = None if policy is None else _retry(step, policy, parked)
+        steps.append(
+            StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry)
+        )
     return RunReport(
         **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
+        entries=read_entries(tx, run_id, shown), signals=read_signals(tx, run_id, shown),
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
     )  # fmt: skip
 
@@ -224,6 +263,12 @@ def readable(data: bytes, limit: int) -> str:
         with suppress(ValueError, RecursionError):
             data = json.dumps(json.loads(data), ensure_ascii=False, separators=(",", ":")).encode()
     return preview(data, limit)
+
+
+def _retry(step: ActionView, policy: str, parked: dict[int, int | None]) -> RetryReport:
+    stored = Stored.read(policy)
+    waiting = step.sequence in parked
+    return RetryReport(stored.signal, step.cycle, stored.max_retries, waiting, parked.get(step.sequence), stored.over)
 
 
 def _plain(columns: list[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
-from .engine import blocks, fence, runs, undoing
+from .engine import blocks, children, fence, runs, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
@@ -130,8 +130,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "message", "retries", "retry_asked",
-        "retry_sent", "run_id", "state",
+        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "level", "message",
+        "retries", "retry_asked", "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -147,7 +147,11 @@ class Delivery:
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind == "drive"
         self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
-        if kind == "callback":
+        self.level: int | None = None  # of a callback of undos: the level of the rollback
+        if kind == "callback" and "level" in facts:
+            self.level = facts["level"]
+            known = type(self.level) is int
+        elif kind == "callback":
             self.group = facts.get("block"), facts.get("first"), facts.get("last")
             known = all(type(number) is int for number in self.group)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
@@ -283,6 +287,8 @@ class Runner:
             return
         outer = _current.get()  # a step's own, where its body runs another workflow to its end
         body.run()
+        if not body.returned and body.error is None:  # cut short between its beginning and its call
+            body.error = delivery.interrupts[-1]
         _current.set(outer)
         # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
         delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)
@@ -384,7 +390,10 @@ class Runner:
 
     def _succeed(self, delivery: Delivery, claim: Claim, value: Any) -> None:
         if claim.job.kind == "compensation":
-            undoing.settle(self.engine, undoing.completed(claim), self.sender, delivery.message)
+            # A report that is refused is not one of the level's: a level that was resumed must not end by it (COMP-8, PAR-3).
+            # test_a_refused_report_is_not_counted_towards_its_level
+            if not undoing.settle(self.engine, undoing.completed(claim), self.sender, delivery.message):
+                _count_not(delivery)
             delivery.state = "done"
             return
         try:
@@ -485,6 +494,7 @@ class Runner:
                 self.wake(job.run_id)
             elif not self.sender.joins:
                 drives.send_unsent(engine, job.run_id, self.sender)
+                children.send_unsent(engine, job.run_id, self.sender)
             if lost.retry_at is not None:
                 delay = max(0, lost.retry_at - engine.now()) + 1
                 engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
@@ -549,6 +559,9 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
+            elif delivery.level is not None:
+                level = delivery.level
+                self.persist(lambda: undoing.level_closed(self.engine, delivery.run_id, level, self.sender, delivery.message))
             elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
@@ -568,7 +581,7 @@ class Runner:
         if run is None:
             return
         workflow, queue, priority = run
-        if self.engine.drives(workflow):
+        if self.engine.drives(workflow, queue):
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)

@@ -36,7 +36,7 @@ class ActionView:
     COLUMNS: ClassVar[tuple[str, ...]] = (
         "run_id", "sequence", "actor", "queue", "status", "given_up", "attempts", "tries", "claims", "cycle", "optional",
         "block", "position", "args", "result", "error", "worker_id", "next_try_at", "reclaim_stale_at", "expires_at",
-        "created_at", "started_at", "ended_at",
+        "created_at", "started_at", "ended_at", "held_back",
     )  # fmt: skip
 
     run_id: str
@@ -62,9 +62,10 @@ class ActionView:
     created_at: int
     started_at: int | None
     ended_at: int | None
+    held_back: bool = False  # its block has as many members in flight as it may have
 
     def __post_init__(self) -> None:
-        _as_flags(self, "given_up", "optional")
+        _as_flags(self, "given_up", "optional", "held_back")
 
     @property
     def idempotency_key(self) -> str:

@@ -22,7 +22,7 @@ from .context import UNSET, captured
 from .engine import runs
 from .engine.core import WorkflowDefinition
 from .engine.replay import refuse_inside_workflow
-from .errors import SagaError
+from .errors import NotSerializableError, SagaError
 from .flow import Flow, tag_text
 from .handle import FlowHandle
 from .inline import run_inline
@@ -58,7 +58,7 @@ class Workflow(Generic[P, R]):
         fn: Callable[Concatenate[Flow, P], R],
         *,
         name: str,
-        queue_name: str,
+        queue_name: str | None,
         version: str | None,
         expires_in: float | timedelta | None,
         tags: Mapping[str, str | int | None] | None,
@@ -69,7 +69,8 @@ class Workflow(Generic[P, R]):
     ) -> None:
         self.fn = fn
         self.name = name
-        self.queue_name = queue_name
+        self._own_queue = queue_name
+        self.queue_name = queue_name = "default" if queue_name is None else queue_name
         self.version = version
         self.expires_in = expires_in
         self.tags = dict(tags or {})
@@ -114,6 +115,7 @@ class Workflow(Generic[P, R]):
         expires_at: datetime | None = None,
         delay: int | timedelta | None = None,
         version: str | None = None,
+        context: Any = UNSET,
         **options: Any,
     ) -> FlowHandle[R]:
         """Start a run with more to say about it.
@@ -123,13 +125,16 @@ class Workflow(Generic[P, R]):
             started and the handle is one on that run.
           tags: found again by ``query()``; they add to the workflow's own.
           expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
+          context: what travels with this run, in place of what would be captured (CTX-1).
           delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
           **options: Dramatiq options for the run's own messages, ``priority`` for example.
 
         Raises:
           RunConflictError: the id is taken by a run of another workflow, or with other arguments.
         """
-        new = self._new_run(args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options)
+        new = self._new_run(
+            args, dict(kwargs or {}), run_id, tags, expires_in, expires_at, delay, version, options, context=context
+        )
         engine = self._middleware.engine(self.broker)
         runs.start(engine, new, self._middleware.sender(self.broker))
         return FlowHandle(new.run_id, self.name, middleware=self._middleware, broker=self.broker)
@@ -158,12 +163,11 @@ class Workflow(Generic[P, R]):
         delay: int | timedelta | None,
         version: str | None,
         options: dict[str, Any],
+        *,
+        context: Any = UNSET,
     ) -> runs.NewRun:
         refuse_inside_workflow(f"starting a run of {self.name}")
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
+        self._check_call(args, kwargs)
         for name, why in _REFUSED.items():
             if name in options:
                 raise TypeError(f"a run does not take {name!r}: {why}")
@@ -196,13 +200,37 @@ class Workflow(Generic[P, R]):
             _version(version) if version is not None else self.version,
             self.queue_name,
             encode_call(args, kwargs),
-            context=captured(self._middleware.settings, self._context),
+            context=captured(self._middleware.settings, self._context, given=context),
             priority=priority if priority is not None else self._priority or None,
             options=options or None,
             tags={name: tag_text(name, value) for name, value in {**self.tags, **(tags or {})}.items()},
             expires_at=moment_to_ms(expires_at) if expires_at else now + to_ms(deadline) if deadline is not None else None,
             delay=delay,
         )
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; its signature is {self.name}{self._signature}") from None
+
+    def _child_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """The arguments of a child run, checked and encoded; for ``flow.child()``."""
+        self._check_call(args, kwargs)
+        try:
+            return encode_call(args, kwargs)
+        except NotSerializableError as error:
+            raise NotSerializableError(f"{self.name}: {error.path}", error.detail) from None
+
+    def _child_start(self) -> dict[str, Any]:
+        """How a child run of this workflow is started, where its parent does not say otherwise (CHILD-1); for ``flow.child()``."""
+        return {
+            "queue": self._own_queue,
+            "priority": self._priority or None,
+            "version": self.version,
+            "expires_in_ms": None if self.expires_in is None else to_ms(self.expires_in),
+            "tags": dict(self.tags) or None,
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SagaError(f"{self.name} is a workflow: start it with {self.name}.send(...), or run it here with .run_sync(...)")
@@ -271,7 +299,7 @@ def workflow(fn: Callable[Concatenate[Flow, P], R], /) -> Workflow[P, R]: ...
 def workflow(
     *,
     name: str | None = None,
-    queue_name: str = "default",
+    queue_name: str | None = None,
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
@@ -287,7 +315,7 @@ def workflow(
     /,
     *,
     name: str | None = None,
-    queue_name: str = "default",
+    queue_name: str | None = None,
     version: str | None = None,
     expires_in: float | timedelta | None = None,
     tags: Mapping[str, str | int | None] | None = None,
@@ -301,7 +329,7 @@ def workflow(
 
     Parameters:
       name: the function's name by default; stored with every run, so it has to stay.
-      queue_name: where its drives are queued.
+      queue_name: where its drives are queued: ``default``, or for a child run the queue of its parent, where none is named.
       version: recorded on each run and readable in the function (HISTORY-2).
       expires_in: deadline of a run, in seconds or as a ``timedelta``.
       tags: written on every run.
@@ -323,7 +351,9 @@ def workflow(
     def declare(function: Callable[..., Any]) -> Workflow[Any, Any]:
         chosen = short_text(function.__name__ if name is None else name, "a workflow's name", limit=NAME_LENGTH)
         limit = {} if time_limit is None else {"time_limit": time_limit}
-        check_options({"queue_name": queue_name, "priority": priority, **limit}, f"workflow {chosen}")
+        check_options(
+            {"queue_name": "default" if queue_name is None else queue_name, "priority": priority, **limit}, f"workflow {chosen}"
+        )
         return Workflow(
             function,
             name=chosen,

@@ -201,7 +201,8 @@ def test_the_reference_names_every_anomaly_and_every_other_log_line() -> None:
 
 #: A statement that changes how a row of these tables stands.
 WRITES_STATUS = re.compile(
-    r"(UPDATE \{(flow|action|compensation)_runs\} SET |INSERT INTO \{(action|compensation)_runs\}|\{insert_ignore\} \{flow_runs\})"
+    r"(UPDATE \{((flow|action|compensation)_runs|children)\} SET |INSERT INTO \{((flow|action|compensation)_runs|children)\}"
+    r"|\{insert_ignore\} \{flow_runs\})"
     r"(?:(?! WHERE ).)*\b(status|given_up)\b"
 )
 

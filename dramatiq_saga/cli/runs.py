@@ -1,4 +1,4 @@
-"""``send``, ``signal``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+"""``send``, ``signal``, ``signal-retry``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
 
 A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
 decides about a run; it asks ``operations`` and writes down the answer.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..clock import to_iso
+from ..context import NOT_CAPTURED, UNSET
 from ..operations import Cancelled, Operator, RefusedError, RunLine
 from ..reports import StepReport
 from ..statuses import FlowStatus
@@ -32,6 +33,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     send.add_argument("--args", metavar="JSON", default="[]", help="positional arguments, an array: '[\"order-42\"]'")
     send.add_argument("--kwargs", metavar="JSON", default="{}", help="keyword arguments, an object")
     send.add_argument("--run-id", metavar="ID", help="an id of your own: a second run with it is not started")
+    send.add_argument("--context", metavar="JSON", help="what travels with the run, in place of what would be captured here")
     send.set_defaults(run=_send)
 
     listing = commands.add_parser("list", parents=[common], help="the newest runs", description="The newest runs, one a line.")
@@ -46,6 +48,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--tag", action="append", default=[], metavar="KEY=VALUE", type=_tag, help="may be given more than once"
     )
+    listing.add_argument("--awaiting-signal", metavar="NAME", help="runs that wait for a signal of that name")
+    listing.add_argument(
+        "--awaiting-retry-signal", metavar="NAME", help="runs with a failed step that waits for a signal of that name"
+    )
+    listing.add_argument(
+        "--signalable", action="store_true", default=None, help="runs that take signals: neither ended nor rolling back"
+    )
     listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
@@ -58,6 +67,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     signal.add_argument("--payload", metavar="JSON", default="null", help="what to send along; null by default")
     signal.add_argument("--key", metavar="K", help="the same key counts once per run: a repeat changes nothing")
     signal.set_defaults(run=_signal)
+
+    again = commands.add_parser(
+        "signal-retry", parents=[common], help="run again what is parked",
+        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+    )  # fmt: skip
+    again.add_argument("run_id", metavar="RUN")
+    again.set_defaults(run=_signal_retry)
 
     cancel = commands.add_parser(
         "cancel", parents=[common], help="end a run, undoing its work or leaving it",
@@ -120,10 +136,17 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
 def _send(operator: Operator, options: argparse.Namespace) -> Answer:
     args = _parsed("--args", options.args, kind=list, example='["order-42"]')
     kwargs = _parsed("--kwargs", options.kwargs, kind=dict, example='{"order_id": "order-42"}')
+    context = UNSET if options.context is None else _parsed("--context", options.context, kind=object, example='"acme"')
     try:
-        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id)
+        sent = operator.send(options.workflow, args=args, kwargs=kwargs, run_id=options.run_id, context=context)
     except (TypeError, ValueError) as error:
         raise RefusedError(str(error)) from error
+    except Exception as error:
+        if NOT_CAPTURED not in getattr(error, "__notes__", ()):
+            raise
+        raise RefusedError(
+            f"the run's context cannot be captured here ({type(error).__name__}: {error}): give it with --context '\"acme\"'"
+        ) from error
     note = None if sent.started else "a run with this id was there already: nothing was started"
     value = {"run_id": sent.run_id, "workflow": sent.workflow, "started": sent.started}
     return Answer(value, [cell(sent.run_id)], note=note)
@@ -139,11 +162,33 @@ def _signal(operator: Operator, options: argparse.Namespace) -> Answer:
     return Answer(value, [f"run {cell(report.id)} has signal {cell(options.name)}; it is {report.status}"])
 
 
+def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
+    parked = operator.signal_retry(options.run_id)
+    value = {
+        "run_id": options.run_id,
+        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+    }
+    lines = [f"run {cell(options.run_id)}: what was parked runs again"]
+    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    return Answer(value, lines)
+
+
+def _signal_of(step: StepReport) -> str:
+    return step.retry.signal if step.retry is not None else ""
+
+
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
-    runs = operator.list_runs(workflow=options.workflow, status=options.status, tags=dict(options.tag), limit=options.limit)
+    try:
+        runs = operator.list_runs(
+            workflow=options.workflow, status=options.status, tags=dict(options.tag), awaiting_signal=options.awaiting_signal,
+            awaiting_retry_signal=options.awaiting_retry_signal, signalable=options.signalable, limit=options.limit,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     now = operator.store.clock.now()
     if not runs:
-        narrowed = options.workflow or options.status or options.tag
+        named = options.awaiting_signal or options.awaiting_retry_signal or options.signalable
+        narrowed = options.workflow or options.status or options.tag or named
         return Answer([], ["no runs match" if narrowed else "there are no runs"])
     rows = [
         (

@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..operations import Operator
-from ..reports import CompensationReport, RunReport, StepReport
+from ..report_entries import EntryReport
+from ..reports import CompensationReport, RetryReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
+
+#: Members of a parallel block that are shown one by one; of a larger one, those that have something to say.
+SHOWN_MEMBERS = 20
 
 #: Longest payload or message in one line, in characters.
 WIDTH = 160
@@ -21,6 +25,17 @@ _ROLLBACK = {
     "running": "is being undone",
     "halted": "halted: what follows the failed undo was not undone; `resume-rollback` goes on once its cause is mended",
     "done": "done",
+}
+
+#: Why no signal will run a step again.
+_OVER = {
+    "spent": "the signals that might have run it again are used up",
+    "refused": "its retry policy takes no such failure",
+    "threw": "its retry policy's predicate raised, which counts as no",
+    "done_already": "its work is done, only the result could not be kept",
+    "timed_out": "no signal came in time",
+    "withdrawn": "its wait was closed",
+    "block_failed": "another member has failed its block",
 }
 
 _UNDOES = {"failed": "failed", "unknown": "ended in a way that nobody knows"}
@@ -34,27 +49,87 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     show.add_argument("run_id", metavar="RUN")
     show.add_argument("--events", action="store_true", help="its whole history as well")
+    show.add_argument("--all", action="store_true", help="every member of a large parallel block")
     show.set_defaults(run=_show)
 
 
 def _show(operator: Operator, options: argparse.Namespace) -> Answer:
     report = operator.show_run(options.run_id, events=options.events)
-    return Answer(report.as_dict(), list(lines_of(report, operator.store.clock.now())))
+    return Answer(report.as_dict(), list(lines_of(report, operator.store.clock.now(), everything=options.all)))
 
 
-def lines_of(report: RunReport, now: int) -> Iterator[str]:
-    """The whole page."""
+def lines_of(report: RunReport, now: int, *, everything: bool = False) -> Iterator[str]:
+    """The whole page; of large blocks only those members that have something to say, unless ``everything`` is asked for."""
+    blocks = Blocks(report)
     for name, text in _head(report, now):
         yield f"{name:<10} {text}"
-    if report.steps:
-        yield ""
-    width = max((len(cell(step.row.actor)) for step in report.steps), default=0)
+    lines: dict[int, tuple[str, str, list[str]]] = {  # by sequence: what it is, where it stands, what else there is to say
+        entry.sequence: (
+            blocks.indented(entry.block, _title(entry)),
+            _entry(entry, now) + blocks.counts(entry),
+            [*_entry_details(entry), *([] if everything else blocks.left_out(entry))],
+        )
+        for entry in report.entries
+    }
     for step in report.steps:
-        yield f"{step.row.sequence:>4}  {cell(step.row.actor):<{width}}  {_standing(step, now)}"
-        yield from (f"      {line}" for line in _details(report, step, now))
+        if everything or not blocks.leaves_out(step):
+            title = blocks.indented(step.row.block, cell(step.row.actor))
+            lines[step.row.sequence] = title, _standing(step, now), list(_details(report, step, now))
+    if lines:
+        yield ""
+    width = max((len(title) for title, _, _ in lines.values()), default=0)
+    for sequence, (title, standing, details) in sorted(lines.items()):
+        yield f"{sequence:>4}  {title:<{width}}  {standing}"
+        yield from (f"      {line}" for line in details)
     if report.events is not None:
         yield ""
         yield from _events(report)
+
+
+class Blocks:
+    """The blocks of a run, and how their members stand."""
+
+    def __init__(self, report: RunReport) -> None:
+        self._around = {entry.sequence: entry.block for entry in report.entries if entry.size is not None}
+        self._large = {
+            entry.sequence for entry in report.entries if entry.kind == "parallel" and (entry.size or 0) > SHOWN_MEMBERS
+        }
+        self._members: dict[int, list[StepReport]] = {}
+        for step in report.steps:
+            if step.row.block is not None:
+                self._members.setdefault(step.row.block, []).append(step)
+
+    def indented(self, block: int | None, title: str) -> str:
+        """What stands in a block stands under it."""
+        while block is not None:
+            block, title = self._around.get(block), f"  {title}"
+        return title
+
+    def counts(self, entry: EntryReport) -> str:
+        """How many of a block's steps stand where."""
+        words = [_word(step) for step in self._members.get(entry.sequence, ()) if entry.kind == "parallel"]
+        told = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+        return f": {told}" if told else ""
+
+    def leaves_out(self, step: StepReport) -> bool:
+        """Whether a member of a large block has nothing to say that the count does not say: done, cancelled, or waiting for its turn."""
+        row = step.row
+        quiet = row.status in ("completed", "cancelled") or (row.status == "pending" and not row.tries)
+        return row.block in self._large and quiet and (step.compensation is None or step.compensation.row.status == "completed")
+
+    def left_out(self, entry: EntryReport) -> list[str]:
+        """What is said of the members that are not shown."""
+        number = sum(1 for step in self._members.get(entry.sequence, ()) if self.leaves_out(step))
+        return [
+            f"{times(number, 'member is', 'members are')} not shown: completed, cancelled or not begun (--all shows them)"
+        ] * bool(number)
+
+
+def _word(step: StepReport) -> str:
+    row = step.row
+    if row.status == "pending" and row.held_back:
+        return "held back"
+    return "between tries" if row.status == "failed" and not row.given_up else row.status.replace("_", " ")
 
 
 def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
@@ -97,18 +172,65 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
             "waits for",
             "a worker to start it" if new else "a worker to drive it: something has happened that no drive has seen",
         )
+    for signal in report.signals:
+        payload = "" if signal.payload in (None, "null") else f" {cut(cell(signal.payload), WIDTH)}"
+        yield "signal", f"{cell(signal.name)}{payload} came at {moment(signal.received_at)}; nothing has waited for it yet"
     if report.repair_attempts:
         yield "repairs", f"sent to be driven again {times(report.repair_attempts, 'time', 'times')} by the doctor"
+
+
+def _title(entry: EntryReport) -> str:
+    """What a request is that is no step."""
+    if entry.kind in ("parallel", "saga"):
+        return f"{entry.kind} of {entry.size}"
+    name = "" if entry.name is None else f" {cell(entry.name)}"
+    return {"signal": f"wait for signal{name}", "timer": "timer"}.get(entry.kind, f"{entry.kind}{name}")
+
+
+def _entry(entry: EntryReport, now: int) -> str:
+    """Where it stands, in one line."""
+    if entry.kind == "version gate":
+        return "passed: this run goes the new way"
+    if entry.status == "recorded":
+        return f"recorded at {moment(entry.created_at)}"
+    if entry.status == "waiting":
+        until = "" if entry.due_at is None else f" until {moment(entry.due_at)} ({relative(entry.due_at, now)})"
+        return f"waits{until}"
+    status = {"consumed": "came", "timed_out": "timed out" if entry.kind == "signal" else "is over"}.get(
+        entry.status, entry.status
+    )
+    if entry.ended_at is None:
+        return f"{status.replace('_', ' ')} since {moment(entry.created_at)}"
+    return f"{status.replace('_', ' ')} at {moment(entry.ended_at)}"
+
+
+def _entry_details(entry: EntryReport) -> Iterator[str]:
+    if entry.child_id is not None:
+        yield f"run {cell(entry.child_id)}"
+    if entry.error is not None:
+        yield error_line(entry.error)
+    if entry.max_in_flight is not None:
+        yield f"at most {entry.max_in_flight} at a time"
+    if entry.failed_by is not None:
+        yield f"failed by {entry.failed_by}"
+    if entry.closed_early_at is not None:
+        yield f"its barrier was reached early, at {moment(entry.closed_early_at)}; the rows decided"
+    if entry.value is not None and entry.value != "null":
+        yield f"value {cut(cell(entry.value), WIDTH)}"
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
     """Where a step or an undo is, in one line."""
     row, of = report.row, report.tries_in_all
+    if isinstance(report, StepReport) and report.retry is not None and report.retry.waiting:
+        return f"{row.status.replace('_', ' ')}: {_parked(report.retry, now)}"
     upcoming = report.next_try
     status = row.status.replace("_", " ")
     if upcoming is not None and row.status == "failed":
         when = f" at {moment(upcoming.at)} ({relative(upcoming.at, now)})" if upcoming.at is not None else ""
         return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
+    if isinstance(report, StepReport) and report.row.held_back and row.status == "pending":
+        return "held back: its turn comes when another member of its block has ended"
     if upcoming is not None:
         held = upcoming.at is not None and upcoming.at > now
         when = (
@@ -131,6 +253,12 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _parked(retry: RetryReport, now: int) -> str:
+    used = f"{retry.spent} of {retry.cap}" if retry.cap is not None else str(retry.spent)
+    until = "" if retry.due_at is None else f" until {moment(retry.due_at)} ({relative(retry.due_at, now)})"
+    return f"waits for signal {cell(retry.signal)}{until}; {used} used so far"
 
 
 def _beside(compensation: CompensationReport) -> str:
@@ -166,6 +294,10 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     row = step.row
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
+    if step.retry is not None and step.retry.over is not None:
+        yield f"not run again by signal {cell(step.retry.signal)}: {_OVER.get(step.retry.over, step.retry.over)}"
+    elif step.retry is not None and step.retry.spent and row.status != "awaiting_retry":
+        yield f"run again by signal {cell(step.retry.signal)} {times(step.retry.spent, 'time', 'times')}"
     if row.status == "running" and row.worker_id:
         yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
     result = report.payload(row.stored_result)

@@ -104,10 +104,9 @@ class Engine:
         self.replay_cost: dict[str, float] = {}
         self.queues: set[str] | None = None  # the queues that this process consumes; None: all
 
-    def drives(self, workflow: str) -> bool:
-        """Whether this process may drive runs of that workflow on the spot: it knows it and consumes its queue (DRIVE-6)."""
-        definition = self.workflows.get(workflow)
-        return definition is not None and (self.queues is None or definition.queue in self.queues)
+    def drives(self, workflow: str, queue: str) -> bool:
+        """Whether this process may drive on the spot a run of that workflow on that queue: it knows one and consumes the other (DRIVE-6)."""
+        return workflow in self.workflows and (self.queues is None or queue in self.queues)
 
     def note_cost(self, run_id: str, seconds: float) -> None:
         """Remember a run whose replay is slow, so that no outcome waits for it (DRIVE-1)."""

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
-from . import blocks, rollback
+from . import blocks, children, rollback
 from .replay import MovedOn
+from .retry_on_signal import Stored
 from .rows import ChildEntry, Decision, Entry, More, NewStep, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .children import Family
     from .core import Engine
-    from .rows import NewBlock, NewChild, NewWait, Park, Retry
+    from .rows import NewBlock, NewWait, Park, Retry
 
 _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
@@ -55,11 +58,6 @@ _INSERT_WAIT = (
 )
 _INSERT_MARKER = "INSERT INTO {side_effects} (run_id, sequence, kind, name, value, created_at) VALUES (?, ?, ?, ?, ?, ?)"
 _CONSUME = "UPDATE {signals} SET status = 'consumed', ended_at = ? WHERE id = ? AND run_id = ? AND status = 'received'"
-_INSERT_CHILD = (
-    "INSERT INTO {children} (run_id, sequence, child_id, workflow, block, position, status, close_policy, cycle, optional, comp_actor, "
-    "comp_args, comp_options, comp_from_result, comp_policy, comp_group, comp_parallel, comp_reclaim_stale_after_seconds, created_at, "
-    "options, retry_policy, args) VALUES (?, ?, ?, ?, ?, ?, 'pending', ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
 # A parked row keeps its error: it says why it is parked.
 _PARK_STEP = (
     "UPDATE {action_runs} SET status = 'awaiting_retry', given_up = FALSE, ended_at = NULL WHERE run_id = ? AND sequence = ? "
@@ -75,12 +73,12 @@ _OPEN_RETRY_WAIT = (
 )
 _RETRY_STEP = (
     "UPDATE {action_runs} SET status = 'pending', given_up = FALSE, cycle = cycle + 1, tries = 0, claims = 0, ended_at = NULL, "
-    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = NULL WHERE run_id = ? "
+    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = ? WHERE run_id = ? "
     "AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
 )
 _FAIL_STEP = (
-    "UPDATE {action_runs} SET status = ?, given_up = TRUE, ended_at = COALESCE(ended_at, ?) WHERE run_id = ? AND sequence = ? "
-    "AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
+    "UPDATE {action_runs} SET status = ?, given_up = TRUE, retry_policy = ?, ended_at = COALESCE(ended_at, ?) "
+    "WHERE run_id = ? AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
 )
 _CANCEL_MEMBERS = (
     "UPDATE {action_runs} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND block = ? AND ended_at IS NULL "
@@ -119,11 +117,16 @@ def write(
     wakes: int = 0,
     plan: rollback.Plan | None = None,
     entries: Sequence[Entry] | None = None,
+    family: Family | None = None,
 ) -> bool:
     """Write ``decision``; false (and nothing written) where the run is no longer as ``snapshot`` has it.
 
     ``snapshot`` is the history as the database holds it before this transaction; ``wakes`` is what this same transaction
     raises the wake count by (an outcome written beside it), and counts as seen; ``entries`` is the history with that outcome.
+    ``family`` hears of it where the run ends or begins to roll back; its parent is locked by now.
+
+    Raises:
+      MovedOn: rows that the decision rests on have changed; nothing of the transaction may stand.
     """
     seen = snapshot.wakes + wakes
     if decision.kind == "suspended":
@@ -133,7 +136,7 @@ def write(
             _ADVANCE, (status, seen, seen + again, now, woken_at, snapshot.run_id, snapshot.revision, snapshot.wakes)
         )
     elif plan is not None and plan.rows:
-        landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at)
+        landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at, family=family)
     else:
         status = "completed" if decision.kind == "completed" else "failed"
         landed = tx.run(
@@ -142,16 +145,26 @@ def write(
         )
     if not landed:
         return False
+    if family is not None:
+        family.check(tx)
     for step in decision.steps:
         tx.run(_INSERT_STEP, step_row(snapshot.run_id, step, now=now, sent_at=None if step.scope.held_back else sent_at))
     if decision.more is not None:
         _write_more(tx, engine, snapshot, decision.more, now=now, sent_at=sent_at)
     for sequence, spec in decision.resolved:
-        tx.run(_RESOLVE, (spec.actor, spec.args, spec.options, snapshot.run_id, sequence))
+        params = (spec.actor, spec.args, spec.options, snapshot.run_id, sequence)
+        if not tx.run(_RESOLVE, params):
+            tx.run(children.RESOLVE, params)
     for name, value in decision.tags.items():
         write_tag(tx, snapshot.run_id, name, value)
     if decision.kind != "suspended" and any(entry.is_live for entry in entries or snapshot.entries):
         settle_live(tx, snapshot.run_id, now=now)
+    if family is not None:
+        family.close(tx, engine, workflow=snapshot.workflow, now=now, undone=True)
+        if plan is None or not plan.rows:
+            family.ended(
+                tx, engine, decision.kind, workflow=snapshot.workflow, now=now, result=decision.result, error=decision.error
+            )
     return True
 
 
@@ -165,16 +178,18 @@ def _write_more(tx: Tx, engine: Engine, snapshot: Snapshot, more: More, *, now: 
     for wait in more.waits:
         _write_wait(tx, run_id, wait, now)
     for child in more.children:
-        _write_child(tx, snapshot, child, now=now, sent_at=sent_at)
+        children.start(tx, engine, snapshot, child, now=now, sent_at=sent_at)
     for park in more.parks:
         _write_park(tx, run_id, park, now)
     for retry in more.retries:
-        _write_retry(tx, snapshot, retry, now=now, sent_at=sent_at)
+        _write_retry(tx, engine, snapshot, retry, now=now, sent_at=sent_at)
     for failure in more.failures:
         entry = failure.entry
         if isinstance(entry, ChildEntry):
-            raise NotImplementedError
-        if not tx.run(_FAIL_STEP, (failure.status, now, run_id, entry.sequence, entry.cycle)):
+            landed = children.fail(tx, run_id, failure, now)
+        else:
+            landed = bool(tx.run(_FAIL_STEP, (failure.status, failure.policy, now, run_id, entry.sequence, entry.cycle)))
+        if not landed:
             raise MovedOn
     for number, failed_by in more.cancelled:
         _cancel_members(tx, run_id, number, failed_by=failed_by, now=now)
@@ -220,27 +235,28 @@ def _write_wait(tx: Tx, run_id: str, wait: NewWait, now: int) -> None:
     tx.run(_INSERT_WAIT, (run_id, wait.sequence, wait.what, wait.name, status, wait.due_at, now, ended_at, signal, run_id))
 
 
-def _write_child(tx: Tx, snapshot: Snapshot, child: NewChild, *, now: int, sent_at: int | None) -> None:
-    raise NotImplementedError
-
-
 def _write_park(tx: Tx, run_id: str, park: Park, now: int) -> None:
     entry = park.entry
     if isinstance(entry, ChildEntry):
-        raise NotImplementedError
-    if not tx.run(_PARK_STEP, (run_id, entry.sequence, entry.attempts, entry.cycle)):
+        landed = children.park(tx, run_id, park)
+    else:
+        landed = bool(tx.run(_PARK_STEP, (run_id, entry.sequence, entry.attempts, entry.cycle)))
+    if not landed:
         raise MovedOn
     if not tx.run(_REOPEN_WAIT, (park.signal, entry.cycle, park.due_at, now, run_id, entry.sequence)):
         tx.run(_OPEN_RETRY_WAIT, (run_id, entry.sequence, park.signal, entry.cycle, park.due_at, now))
 
 
-def _write_retry(tx: Tx, snapshot: Snapshot, retry: Retry, *, now: int, sent_at: int | None) -> None:
+def _write_retry(tx: Tx, engine: Engine, snapshot: Snapshot, retry: Retry, *, now: int, sent_at: int | None) -> None:
     run_id, entry = snapshot.run_id, retry.entry
     if retry.signal is not None and not tx.run(_CONSUME, (now, retry.signal.id, run_id)):
         raise MovedOn
     if isinstance(entry, ChildEntry):
-        raise NotImplementedError
-    if not tx.run(_RETRY_STEP, (sent_at, run_id, entry.sequence, entry.cycle)):
+        landed = children.retry(tx, engine, snapshot, retry, now=now, sent_at=sent_at)
+    else:
+        repair_after = blocks.repair_after(engine, now)
+        landed = bool(tx.run(_RETRY_STEP, (sent_at, repair_after, run_id, entry.sequence, entry.cycle)))
+    if not landed:
         raise MovedOn
 
 
@@ -303,11 +319,21 @@ def messages(engine: Engine, snapshot: Snapshot, decision: Decision, now: int) -
         for step in decision.steps
         if not step.scope.held_back
     ]  # fmt: skip
+    found += children.messages(decision)
     if decision.more is not None and decision.more.released:
         found += blocks.read_messages(engine, run_id, decision.more.released)
+    if decision.more is not None and decision.more.retries:
+        found += _again(engine, run_id, decision.more.retries)
     if decision.again:
         found.append(Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority))
     return found
+
+
+def _again(engine: Engine, run_id: str, retries: list[Retry]) -> list[Outgoing]:
+    """The messages of steps that run again: their tries are new, and no message of an earlier cycle can claim them (RSIG-1)."""
+    steps = [retry.entry for retry in retries if isinstance(retry.entry, StepEntry)]
+    found = blocks.read_messages(engine, run_id, steps)
+    return [replace(message, cycle=message.cycle + 1, tries=0) for message in found]
 
 
 def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -> list[history.Line]:
@@ -344,8 +370,12 @@ def _more_events(more: More) -> list[history.Line]:
         word = history.ACTION_AWAITING_RETRY if isinstance(park.entry, StepEntry) else history.CHILD_AWAITING_RETRY
         lines.append(history.Line(word, sequence=park.entry.sequence, name=_name(park.entry), detail=park.signal))
     for retry in more.retries:
-        word = history.ACTION_RETRIED if isinstance(retry.entry, StepEntry) else history.CHILD_RETRIED
-        lines.append(history.Line(word, sequence=retry.entry.sequence, name=_name(retry.entry)))
+        entry, signal = retry.entry, retry.signal
+        if signal is not None:
+            lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=entry.sequence, name=signal.name, about=signal.id))
+        word = history.ACTION_RETRIED if isinstance(entry, StepEntry) else history.CHILD_RETRIED
+        name = Stored.read(entry.extra.retry).signal if entry.extra.retry is not None else None
+        lines.append(history.Line(word, sequence=entry.sequence, name=_name(entry), detail=name))
     lines += [
         history.Line(history.ACTION_OPTIONAL_FAILED, sequence=failure.entry.sequence, name=_name(failure.entry))
         for failure in more.failures

@@ -150,8 +150,7 @@ def _written(entry: Entry, keep: Keeper, args: Any, comp_args: Any) -> dict[str,
             return {**head, **facts, "value": keep.given(entry.value)}
         case BlockEntry():
             facts = {"what": entry.what, "size": entry.size, "policy": entry.policy, "max_in_flight": entry.max_in_flight}
-            if entry.failed_by is not None:
-                facts["failed_by"] = entry.failed_by
+            facts |= {"failed_by": entry.failed_by, "ended": entry.ended}
             return {**head, **facts, **_place(entry.block, entry.position)}
         case StepEntry():
             head |= {"actor": entry.actor, "status": entry.status, "given_up": entry.given_up, "attempts": entry.attempts}
@@ -229,7 +228,7 @@ def _read(entry: Mapping[str, Any]) -> Entry:
         case "block":
             return BlockEntry(
                 sequence, entry["what"], entry["size"], entry["policy"], entry["max_in_flight"], entry.get("block"),
-                entry.get("position"), entry.get("failed_by"),
+                entry.get("position"), entry["failed_by"], entry["ended"],
             )  # fmt: skip
         case "step":
             undo = entry["compensation"] or {}

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 from ..journal import history
 from ..store.trouble import is_trouble
+from . import children, notify, rollback, runs, signals, undoing
 from . import decision as decisions
-from . import notify, rollback, runs, signals, undoing
 from .replay import HoldRun, MovedOn, Replay, replay
-from .rows import ChildEntry, Decision, Snapshot, StepEntry, step_message
+from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
 from .snapshot import load
 
 if TYPE_CHECKING:
     from ..store.database import Tx
-    from .core import Engine, Sender
-    from .rows import SentSignal
+    from .core import Engine, Outbox, Sender
+    from .rows import Outgoing, SentSignal
 
 _RECORD = (
     "{insert_ignore} {side_effects} (run_id, sequence, kind, name, value, created_at) "
@@ -71,9 +71,16 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
             undoing.advance(engine, run_id, sender, delivery)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
+            children.send_unsent(engine, run_id, sender)
             return Driven.ENDED
+        if snapshot.close_request is not None:
+            closed = _close(engine, snapshot, sender, delivery)
+            if closed is not None:
+                return closed
+            continue
         if snapshot.wakes == snapshot.wakes_seen:
             send_unsent(engine, run_id, sender)
+            children.send_unsent(engine, run_id, sender)
             return Driven.IDLE
         outcome = _drive_once(engine, snapshot, sender, delivery)
         if outcome is not None:
@@ -92,12 +99,15 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
         now = engine.now()
-        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
+        family = family_of(engine, snapshot, decision, plan)
+        outbox.load(messages(engine, snapshot, decision, plan=plan, family=family, now=now))
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
             sent_at = now if outbox.joined else None
-            if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan):
+            if family is not None:
+                family.lock(tx)
+            if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan, family=family):
                 return False
             engine.record(tx, snapshot.run_id, now, lines)
             outbox.stage(tx)
@@ -122,12 +132,55 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             actual="moved on",
         )
         return None
+    committed(engine, snapshot, decision, outbox)
     remember(engine, snapshot, decision, context)
     try:
         outbox.delivered()
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
     return Driven.DECIDED
+
+
+def _close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
+    """Do what the run's parent has asked for when it ended (CHILD-3); ``None`` where the run has moved on: look again.
+
+    Where its rollback cannot be planned, the run is held and tried again by the monitor (COMP-3).
+    """
+    try:
+        done = runs.close(engine, snapshot, sender, delivery)
+    except Exception as fault:
+        if is_trouble(fault):
+            raise
+        error = fault.error if isinstance(fault, HoldRun) else fault
+        engine.anomalies.replan_failed(run_id=snapshot.run_id, workflow=snapshot.workflow, error=error)
+        _calm(sender, delivery)
+        return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
+    return Driven.DECIDED if done else None
+
+
+def family_of(engine: Engine, snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -> children.Family | None:
+    """Who has to hear of what ``decision`` does to the run beside itself: nobody, while it goes on."""
+    if decision.kind == "suspended":
+        return None
+    return children.family(engine, snapshot, ends=plan is None or not plan.messages)
+
+
+def messages(
+    engine: Engine, snapshot: Snapshot, decision: Decision, *, plan: rollback.Plan | None, family: children.Family | None, now: int
+) -> list[Outgoing]:  # fmt: skip
+    """Every message that a decision leads to."""
+    found = decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages
+    return found if family is None else [*found, *family.messages()]
+
+
+def committed(engine: Engine, snapshot: Snapshot, decision: Decision, outbox: Outbox) -> None:
+    """Make sure that a decision that has landed is still there, where that is not certain (CLAIM-3)."""
+    if decision.more is not None:
+        try:
+            children.check_committed(engine, snapshot, decision)
+        except BaseException:
+            outbox.unsure()
+            raise
 
 
 def _calm(sender: Sender, delivery: object | None) -> None:
@@ -139,10 +192,21 @@ def _calm(sender: Sender, delivery: object | None) -> None:
 
 def remember(engine: Engine, snapshot: Snapshot, decision: Decision, context: Replay) -> None:
     """Keep the run as it stands now that ``decision`` has landed, so that the next step needs no reading (DRIVE-1)."""
+    if decision.more is not None:
+        for failure in decision.more.failures:
+            _journal(engine, snapshot.run_id, failure)
     if decision.more is not None and decision.more.cancelled:
         engine.cache.drop(snapshot.run_id)  # which members were cancelled, only the rows can tell
     else:
         engine.cache.put(advanced(snapshot, decision, context))
+
+
+def _journal(engine: Engine, run_id: str, failure: Failure) -> None:
+    """A retry policy whose predicate raised has said no, and that is now recorded (RSIG-3)."""
+    entry = failure.entry
+    if failure.threw is not None:
+        row, name = ("action", entry.actor) if isinstance(entry, StepEntry) else ("child", entry.workflow)
+        engine.anomalies.retry_policy_threw(row=row, run_id=run_id, sequence=entry.sequence, actor=name, error=failure.threw)
 
 
 def advanced(snapshot: Snapshot, decision: Decision, context: Replay) -> Snapshot:

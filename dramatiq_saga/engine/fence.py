@@ -75,7 +75,7 @@ _WAKE = (
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
-_READ_ROW = "SELECT status, attempts, given_up, result, error FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_READ_ROW = "SELECT status, attempts, given_up, result, error, cycle FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 
 _LINES = {
@@ -166,7 +166,7 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
 
 def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """An outcome that a drive has to see."""
-    if engine.drives(outcome.workflow):
+    if engine.drives(outcome.workflow, outcome.queue):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
                 return True
@@ -185,14 +185,14 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     snapshot = engine.cache.get(job.run_id)
     if snapshot is None or (outcome.known is not None and outcome.known != (snapshot.revision, snapshot.wakes)):
         snapshot = load(engine, job.run_id)
-    if snapshot is None or job.sequence > len(snapshot.entries):
+    if snapshot is None or job.sequence > len(snapshot.entries) or snapshot.close_request is not None:
         return False
     entry = snapshot.entries[job.sequence - 1]
     if not isinstance(entry, StepEntry):
         return False
     error = outcome.error if outcome.error is not None else entry.error
     if outcome.kind == "given_up" and outcome.error is None:
-        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 5)[4]
+        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 6)[4]
     value = None if outcome.result is None else freeze(outcome.result)
     completed = outcome.kind == "completed"
     entry = entry.settled(
@@ -211,27 +211,23 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
-        outbox.load(decisions.messages(engine, snapshot, decision, now) if plan is None else plan.messages)
+        family = drive.family_of(engine, after, decision, plan)
+        outbox.load(drive.messages(engine, snapshot, decision, plan=plan, family=family, now=now))
     except NeedsRecording:
         return False
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
+        if family is not None:
+            family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
             return False
+        sent_at = now if outbox.joined else None
         if not decisions.write(
-            tx,
-            engine,
-            snapshot,
-            decision,
-            now=now,
-            sent_at=now if outbox.joined else None,
-            wakes=1,
-            plan=plan,
-            entries=after.entries,
-        ):
+            tx, engine, snapshot, decision, now=now, sent_at=sent_at, wakes=1, plan=plan, entries=after.entries, family=family
+        ):  # fmt: skip
             raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
         outbox.stage(tx)
@@ -240,6 +236,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     if not engine.write(operation, outbox):
         engine.cache.drop(job.run_id)
         return False
+    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         outbox.delivered()
@@ -253,7 +250,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     job = outcome.job
     outbox = sender.outbox(delivery)
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
-    here = engine.drives(outcome.workflow)
+    here = engine.drives(outcome.workflow, outcome.queue)
     now = engine.now()
     lines: list[history.Line] = []
 
@@ -313,9 +310,13 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if row is None:
         return False
     status, attempts, given_up = row[:3]
+    if attempts != outcome.attempts:
+        return False
     if outcome.kind == "completed":
-        return bool(status == "completed" and attempts == outcome.attempts)
-    return bool(status in ("failed", "optional_failed") and attempts == outcome.attempts and given_up)
+        return bool(status == "completed")
+    # Given up; or the decision beside it has parked the row since, or has had it run again (RSIG-1).
+    for_good = bool(given_up) and status in ("failed", "optional_failed")
+    return for_good or status == "awaiting_retry" or bool(row[5] > outcome.job.cycle)
 
 
 def _set_lines(tx: Tx, outcome: Outcome, lines: list[history.Line]) -> None:

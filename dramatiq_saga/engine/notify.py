@@ -16,7 +16,7 @@ import structlog
 from .. import events
 from ..codec import load_error, preview
 from ..journal import history
-from ..views import ActionView, CompensationView, SignalView, WaitView
+from ..views import ActionView, ChildView, CompensationView, SignalView, WaitView
 
 if TYPE_CHECKING:
     from .core import Engine
@@ -35,6 +35,7 @@ _BY_TYPE[history.COMPENSATION_GIVEN_UP] = events.CompensationFailed
 
 _ACTION = f"SELECT {', '.join(ActionView.COLUMNS)} FROM {{action_runs}} WHERE run_id = ? AND sequence = ?"
 _COMPENSATION = f"SELECT {', '.join(CompensationView.COLUMNS)} FROM {{compensation_runs}} WHERE run_id = ? AND sequence = ?"
+_CHILD = f"SELECT {', '.join(ChildView.COLUMNS)} FROM {{children}} WHERE run_id = ? AND sequence = ?"
 _SIGNAL = f"SELECT {', '.join(SignalView.COLUMNS)} FROM {{signals}} WHERE run_id = ? AND id = ?"
 _WAIT = f"SELECT {', '.join(WaitView.COLUMNS)} FROM {{waits}} WHERE run_id = ? AND sequence = ?"
 _RUN = "SELECT workflow, ends_as, result, error, rollback, rollback_error, reason FROM {flow_runs} WHERE id = ?"
@@ -69,10 +70,17 @@ def _event(
         action = _action(engine, run_id, line.sequence or 0)
         if cls is events.ActionRedispatched:
             base["reason"] = line.detail
+        elif cls in (events.ActionAwaitingRetry, events.ActionRetried):
+            base["signal"] = line.detail
         return None if action is None else cls(**base, action=action)
     if issubclass(cls, events.CompensationEvent):
         compensation = _compensation(engine, run_id, line.sequence or 0)
         return None if compensation is None else cls(**base, compensation=compensation)
+    if issubclass(cls, events.ChildEvent):
+        child = _child(engine, run_id, line.sequence or 0)
+        if cls in (events.ChildAwaitingRetry, events.ChildRetried):
+            base["signal"] = line.detail or ""
+        return None if child is None else cls(**base, child=child)
     if cls is events.FlowCompleted:
         return cls(**base, stored_result=None if run[2] is None else bytes(run[2]))
     if cls in (events.FlowFailed, events.FlowExpired):
@@ -117,6 +125,11 @@ def _signal_event(
 def _action(engine: Engine, run_id: str, sequence: int) -> ActionView | None:
     row = engine.store.read(lambda tx: tx.one(_ACTION, (run_id, sequence)))
     return None if row is None else ActionView(*row)
+
+
+def _child(engine: Engine, run_id: str, sequence: int) -> ChildView | None:
+    row = engine.store.read(lambda tx: tx.one(_CHILD, (run_id, sequence)))
+    return None if row is None else ChildView(*row)
 
 
 def _compensation(engine: Engine, run_id: str, sequence: int) -> CompensationView | None:

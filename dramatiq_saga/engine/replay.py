@@ -16,8 +16,10 @@ from __future__ import annotations
 import sys
 import threading
 from asyncio import CancelledError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, encode, freeze
@@ -26,6 +28,7 @@ from ..errors import (
     BuilderNotRunError,
     HistoryMismatchError,
     NotSerializableError,
+    RetryPolicyReentryError,
     SagaError,
     SendInsideWorkflowError,
     SuspensionSwallowedError,
@@ -108,7 +111,7 @@ def refuse_inside_workflow(what: str) -> None:
     """Raise :class:`SendInsideWorkflowError` when a workflow function is being replayed in this thread."""
     context = _replaying.context
     if context is not None:
-        raise context.fault(SendInsideWorkflowError(what))
+        raise context.refusal(what)
 
 
 class Replay:
@@ -145,6 +148,7 @@ class Replay:
         self.error: SagaError | None = None
         self.abandoned: Exception | None = None
         self.recording: str | None = None
+        self.judged: str | None = None
         self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
@@ -164,6 +168,8 @@ class Replay:
             if isinstance(sys.exc_info()[1], Suspend):
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
+        if self.judged is not None:
+            raise self.refusal("to use the flow")
         if self.recording is not None:
             raise self.fault(
                 SagaError(
@@ -269,17 +275,17 @@ class Replay:
             )
         )  # fmt: skip
 
-    def add_child(self, child: NewChild) -> None:
+    def add_child(self, child: NewChild) -> ChildEntry:
         """The function wants this child run."""
         self.more.children.append(child)
         spec, scope = child.compensation, child.scope
-        self.new_entries.append(
-            ChildEntry(
-                child.sequence, child.workflow, child.child_id, "pending", child.close_policy, optional=child.optional,
-                comp_actor=spec.actor if spec else None, comp_ready=spec is not None, comp_from_result=child.comp_from_result,
-                extra=Extra(scope.block, scope.position, False, None, child.retry, None, scope.comp_group, scope.comp_parallel),
-            )
+        entry = ChildEntry(
+            child.sequence, child.workflow, child.child_id, "running", child.close_policy, optional=child.optional,
+            comp_actor=spec.actor if spec else None, comp_ready=spec is not None, comp_from_result=child.comp_from_result,
+            extra=Extra(scope.block, scope.position, False, None, child.retry, None, scope.comp_group, scope.comp_parallel),
         )  # fmt: skip
+        self.new_entries.append(entry)
+        return entry
 
     def add_block(self, what: str, size: int, *, policy: str | None, max_in_flight: int | None, scope: Scope) -> BlockEntry:
         """The function wants this block; its members follow."""
@@ -385,24 +391,53 @@ class Replay:
 
     # --- steps and children that run again when a signal comes (RSIG-1) ---------------------------------------------
 
-    def park(self, entry: StepEntry | ChildEntry, signal: str, due_at: int | None) -> None:
+    @contextmanager
+    def judging(self, entry: StepEntry | ChildEntry) -> Iterator[None]:
+        """A retry policy's predicate is asked meanwhile: it may look, and change nothing (RSIG-3)."""
+        self.judged = entry.describe()
+        try:
+            yield
+        finally:
+            self.judged = None
+
+    def refusal(self, what: str) -> SagaError:
+        """The error for an act that a function must not do in a replay; the run is held with it."""
+        if self.judged is not None:
+            return self.fault(RetryPolicyReentryError(what, self.judged))
+        return self.fault(SendInsideWorkflowError(what))
+
+    def park(self, entry: StepEntry | ChildEntry, signal: str, due_at: int | None) -> StepEntry | ChildEntry:
         """What was given up waits for ``signal``."""
         self.more.parks.append(Park(entry, signal, due_at))
-        self.changed[entry.sequence] = _with(entry, status="awaiting_retry", given_up=False, wait=RetryWait("waiting", due_at))
+        changed = _with(entry, status="awaiting_retry", given_up=False, wait=RetryWait("waiting", due_at))
+        self.changed[entry.sequence] = changed
+        return changed
 
-    def retry(self, entry: StepEntry | ChildEntry, signal: ReceivedSignal | None, child_id: str | None = None) -> None:
-        """It runs again, in the same row."""
-        self.more.retries.append(Retry(entry, signal, child_id))
-        changed = _with(entry, status="pending", given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
+    def retry(
+        self,
+        entry: StepEntry | ChildEntry,
+        signal: ReceivedSignal | None,
+        child_id: str | None = None,
+        start: dict[str, Any] | None = None,
+    ) -> StepEntry | ChildEntry:
+        """It runs again, in the same row: a child as a new run, ``child_id``, started as ``start`` says (RSIG-4)."""
+        self.more.retries.append(Retry(entry, signal, child_id, start))
+        status = "pending" if child_id is None else "running"
+        changed = _with(entry, status=status, given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
         if child_id is not None:
             assert isinstance(changed, ChildEntry)
             changed = replace(changed, child_id=child_id)
         self.changed[entry.sequence] = changed
+        return changed
 
-    def settle_failed(self, entry: StepEntry | ChildEntry, status: str) -> None:
-        """It will not run again: ``failed`` or ``optional_failed``, for good."""
-        self.more.failures.append(Failure(entry, status))
-        self.changed[entry.sequence] = _with(entry, status=status, given_up=True, wait=entry.extra.wait)
+    def settle_failed(
+        self, entry: StepEntry | ChildEntry, status: str, *, policy: str, threw: Exception | None = None
+    ) -> StepEntry | ChildEntry:
+        """It will not run again: ``failed`` or ``optional_failed``, for good. ``policy`` says why, and goes into the row."""
+        self.more.failures.append(Failure(entry, status, policy, threw))
+        changed = _with(entry, status=status, given_up=True, wait=entry.extra.wait, retry=policy)
+        self.changed[entry.sequence] = changed
+        return changed
 
     def resolve_compensation(self, sequence: int, spec: CompensationSpec) -> None:
         """A compensation that was to be built from its step's result is known now (COMP-2)."""
@@ -473,10 +508,12 @@ class Replay:
 
 
 def _with(
-    entry: StepEntry | ChildEntry, *, status: str, given_up: bool, wait: RetryWait | None, cycle: int | None = None
-) -> StepEntry | ChildEntry:
+    entry: StepEntry | ChildEntry, *, status: str, given_up: bool, wait: RetryWait | None, cycle: int | None = None,
+    retry: str | None = None,
+) -> StepEntry | ChildEntry:  # fmt: skip
     """A step or child after a change to its row."""
-    changes: dict[str, Any] = {"status": status, "extra": replace(entry.extra, wait=wait)}
+    extra = replace(entry.extra, wait=wait, retry=retry or entry.extra.retry)
+    changes: dict[str, Any] = {"status": status, "extra": extra}
     if isinstance(entry, StepEntry):
         changes["given_up"] = given_up
     if cycle is not None:
@@ -498,14 +535,22 @@ def replay(function: Callable[..., Any], context: Replay, make_flow: Callable[[R
     if restore is None or travelling is None:
         return _walked(function, context, make_flow, args, kwargs)
     around = Around()
+    leave = partial(around.leave, None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
+    try:
+        try:
+            _enter(around, restore, travelling)
+            return _walked(function, context, make_flow, args, kwargs)
+        finally:
+            leave()
+    finally:
+        leave()  # once more, for an interrupt may have cut the first short; else it does nothing
+
+
+def _enter(around: Around, restore: Callable[[Any], Any], travelling: bytes) -> None:
     try:
         around.enter(restore, travelling)
     except Exception as error:  # CTX-1: the function does not run without its context
         raise HoldRun(error) from error
-    try:
-        return _walked(function, context, make_flow, args, kwargs)
-    finally:
-        around.leave(None, logger=context.settings.logging.logger, run_id=context.snapshot.run_id)
 
 
 def _walked(
@@ -536,7 +581,7 @@ def _walk(
     except (GeneratorExit, CancelledError) as error:
         raise HoldRun(context.error or SagaError(f"the workflow function ended with {type(error).__name__}")) from error
     except Exception as error:
-        if context.error is not None:
+        if context.error is not None and not _is_beside(error, context.error):
             raise HoldRun(context.error) from error
         if context.suspended:
             raise HoldRun(SuspensionSwallowedError()) from error
@@ -561,6 +606,16 @@ def _walk(
         context.raised = error
         return _decision(context, "failed", error=describe_error(error))
     return _decision(context, "completed", result=result)
+
+
+def _is_beside(error: BaseException, fault: SagaError) -> bool:
+    """Whether the function's own error is why a builder was not run: it came up while that was still being described."""
+    known: BaseException | None = error
+    while known is not None:
+        if known is fault:
+            return False
+        known = known.__context__
+    return isinstance(fault, BuilderNotRunError)
 
 
 def _shortfall(context: Replay, asked: str) -> HistoryMismatchError:

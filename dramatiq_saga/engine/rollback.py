@@ -25,6 +25,7 @@ from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .children import Family
     from .core import Engine
     from .rows import Decision
 
@@ -51,7 +52,7 @@ _INSERT = (
     "status, given_up, attempts, tries, claims, not_before, reclaim_stale_after_seconds, sent_at, repair_attempts, created_at, "
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
 
 
 class ReplanIncompleteError(SagaError):
@@ -141,7 +142,7 @@ def draft(
         if planned is not None:
             planned["level"] = _level(plan.rows, planned["group"])
             plan.rows.append(planned)
-    plan.messages = _first(snapshot.run_id, plan.rows, now)
+    plan.messages = _first(snapshot, plan.rows, now)
     return plan
 
 
@@ -165,13 +166,16 @@ def _level(above: list[dict[str, Any]], group: int | None) -> int:
     return last if group is not None and above[-1]["group"] == group else last + 1
 
 
-def _first(run_id: str, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
+def _first(snapshot: Snapshot, rows: list[dict[str, Any]], now: int) -> list[Outgoing]:
     """The messages of the first level that can run, unless an undo that cannot be built stops the rollback before it."""
     for level in range(rows[-1]["level"] + 1 if rows else 0):
         members = [row for row in rows if row["level"] == level]
         pending = [row for row in members if row["status"] == "pending"]
         if pending:
-            return [_outgoing(run_id, row, now) for row in pending]
+            messages = [_outgoing(snapshot.run_id, row, now) for row in pending]
+            return undoing.side_by_side(
+                messages, level, workflow=snapshot.workflow, queue=snapshot.queue, priority=snapshot.priority, now=now
+            )
         if any(row["policy"] == "stop" for row in members):
             break
     return []
@@ -260,8 +264,13 @@ def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
     return all(tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on)
 
 
-def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None) -> int:
-    """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since."""
+def enter(
+    tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, seen: int, sent_at: int | None, family: Family | None = None
+) -> int:  # fmt: skip
+    """Put the run under ``rolling_back`` and write every compensation row; 0 (and nothing written) where it has moved on since.
+
+    Where nothing can be undone the run ends at once, and ``family`` hears of it.
+    """
     if not holds(tx, snapshot.run_id, plan):
         return 0
     landed = tx.run(
@@ -299,5 +308,6 @@ def enter(tx: Tx, engine: Engine, snapshot: Snapshot, plan: Plan, *, now: int, s
             run = tx.one(_RUN, (snapshot.run_id,))
             if run is not None:
                 following = undoing.stands(tx, snapshot.run_id, run, now)
-                engine.record(tx, snapshot.run_id, now, undoing.go_on(tx, snapshot.run_id, run, following, now))
+                lines = undoing.go_on(tx, engine, snapshot.run_id, run=run, following=following, now=now, family=family)
+                engine.record(tx, snapshot.run_id, now, lines)
     return landed

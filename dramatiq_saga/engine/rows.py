@@ -350,9 +350,8 @@ class NewChild:
     child_id: str
     workflow: str
     args: bytes
-    start: dict[str, Any]  # queue, priority, options, version, expires_in_ms, expires_at, tags: how a run of it is started
+    start: dict[str, Any]  # queue, priority, version, expires_in_ms, expires_at, tags: how a run of it is started
     close_policy: str
-    context: bytes | None = None
     optional: bool = False
     retry: str | None = None
     compensation: CompensationSpec | None = None
@@ -387,7 +386,8 @@ class Retry:
 
     entry: StepEntry | ChildEntry
     signal: ReceivedSignal | None  # consumed by this decision; None where its wait was answered
-    child_id: str | None = None  # the child run that is started now (RSIG-4)
+    child_id: str | None = None  # the child run that is started now (RSIG-4), and how
+    start: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,13 +396,16 @@ class Failure:
 
     entry: StepEntry | ChildEntry
     status: str
+    policy: str  # as it is stored from now on: it says why
+    threw: Exception | None = None  # what its predicate raised, for the journal
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Messages of one block that go out together: what Dramatiq knows as a group (PAR-1).
+    """Messages of one block, or of one level of a rollback, that go out together: what Dramatiq knows as a group (PAR-1, PAR-3).
 
     ``first`` and ``last`` are sequences of the members; ``workflow``, ``queue`` and ``priority`` say where the callback goes.
+    ``level`` is set for a level, which has no ``block``.
     """
 
     id: str
@@ -413,6 +416,7 @@ class Group:
     workflow: str
     queue: str
     priority: int | None
+    level: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Transitions of a run: starting, waking, holding, cancelling, asking for a rollback (STATUS).
 
 Each is one conditional write on what its author read; the author learns whether it landed (STATUS-1), and a loss is
-journalled as ``transition_lost`` (STATUS-3). A terminal status is never left.
+journalled as ``transition_lost`` (STATUS-3). A terminal status is never left. Long because every way in which a run can end
+that its own function has not decided leads through here, and they share what they settle.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..codec import describe_error, digest, storable
-from ..errors import ConcurrentTransitionError, FlowNotFoundError, MessageNotSentError, RunConflictError, SagaError
+from ..errors import (
+    ConcurrentTransitionError,
+    FlowNotFoundError,
+    MessageNotSentError,
+    ParentEndedError,
+    RunConflictError,
+    SagaError,
+)
 from ..journal import history
-from . import notify, rollback, undoing
+from . import children, notify, rollback, undoing
 from .decision import settle_live, write_tag
-from .replay import HoldRun, NeedsRecording, Replay, refuse_inside_workflow, replay
+from .replay import HoldRun, MovedOn, NeedsRecording, Replay, refuse_inside_workflow, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
 
@@ -33,9 +41,9 @@ _UNSTART = "DELETE FROM {flow_runs} WHERE id = ? AND status = 'pending' AND revi
 _UNSTART_EVENTS = "DELETE FROM {flow_events} WHERE run_id = ?"
 _UNSTART_TAGS = "DELETE FROM {tags} WHERE run_id = ?"
 _STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow_runs} WHERE id = ?{for_update}"
-_CANCEL = (
-    "UPDATE {flow_runs} SET status = 'cancelled', reason = ?, ended_at = ?, revision = revision + 1, wakes_seen = wakes, "
-    "woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
+_END = (
+    "UPDATE {flow_runs} SET status = ?, error = ?, reason = COALESCE(?, reason), ended_at = ?, revision = revision + 1, "
+    "wakes_seen = wakes, woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
     "AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _HOLD = (
@@ -177,7 +185,7 @@ def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sende
     return True
 
 
-def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
+def cancel(engine: Engine, run_id: str, sender: Sender, reason: str | None = None) -> bool:
     """End a live run as ``cancelled`` without undoing anything (COMP-1); false where it already is cancelled or rolling back.
 
     Raises:
@@ -185,39 +193,79 @@ def cancel(engine: Engine, run_id: str, reason: str | None = None) -> bool:
       ConcurrentTransitionError: the run has ended otherwise.
     """
     refuse_inside_workflow("cancelling a run")
-    found = _end_cancelled(engine, run_id, None if reason is None else storable(reason))
+    reason = None if reason is None else storable(reason)
+    found = end(engine, run_id, "cancelled", sender=sender, reason=reason, undone=False)
     if found is None:
         return True
     if found[0] == "missing":
         raise FlowNotFoundError(run_id)
+    children.send_unsent(engine, run_id, sender)  # an earlier call may have failed to send what closes its children
     return _already_going(engine, run_id, "cancelled", found[0], found[1])
 
 
-def _end_cancelled(
-    engine: Engine, run_id: str, reason: str | None, *, seen: Snapshot | None = None, plan: rollback.Plan | None = None
+def end(
+    engine: Engine,
+    run_id: str,
+    status: str,
+    *,
+    sender: Sender,
+    delivery: object | None = None,
+    error: str | None = None,
+    reason: str | None = None,
+    undone: bool = True,
+    seen: Snapshot | None = None,
+    plan: rollback.Plan | None = None,
 ) -> tuple[str, str] | None:
-    """``None`` once it has ended; else where it was found. Given ``seen`` and ``plan``, only a run that they still fit is ended."""
+    """End a live run as ``cancelled``, ``failed`` or ``expired``, with nothing of its own to undo.
+
+    ``None`` once it has ended; else where it was found. Given ``seen`` and ``plan``, only a run that they still fit is ended.
+    ``undone`` is for its children: whether those that are closed with it are rolled back (CHILD-3).
+    """
+    while True:
+        try:
+            return _end_once(
+                engine, run_id, status, sender=sender, delivery=delivery, error=error, reason=reason, undone=undone, seen=seen, plan=plan
+            )  # fmt: skip
+        except MovedOn:
+            continue  # a child has ended meanwhile. test_a_cancel_that_meets_the_end_of_a_child_looks_again
+
+
+def _end_once(
+    engine: Engine, run_id: str, status: str, *, sender: Sender, delivery: object | None, error: str | None, reason: str | None,
+    undone: bool, seen: Snapshot | None, plan: rollback.Plan | None,
+) -> tuple[str, str] | None:  # fmt: skip
     now = engine.now()
+    family = children.family_of(engine, run_id)
+    outbox = sender.outbox(delivery)
+    outbox.load(family.messages())
 
     def operation(tx: Tx) -> tuple[str, str] | None:
+        family.lock(tx)
         state = tx.one(_STATE, (run_id,))
         if state is None:
             return "missing", ""
-        status, _, revision, wakes, workflow, _ = state
+        found, _, revision, wakes, workflow, _ = state
         if seen is not None and (revision, wakes) != (seen.revision, seen.wakes):
-            return status, workflow
+            return found, workflow
         if plan is not None and not rollback.holds(tx, run_id, plan):
-            return status, workflow
-        if not tx.run(_CANCEL, (reason, now, run_id, revision)):
-            return status, workflow
+            return found, workflow
+        if not tx.run(_END, (status, error, reason, now, run_id, revision)):
+            return found, workflow
+        family.check(tx)
         settle_live(tx, run_id, now=now)
-        lines = [history.Line(history.FLOW_CANCELLED, name=workflow, detail=reason)]
+        lines = [history.Line(f"flow.{status}", name=workflow, error=error, detail=reason)]
         engine.record(tx, run_id, now, lines)
+        family.close(tx, engine, workflow=workflow, now=now, undone=undone)
+        family.ended(tx, engine, status, workflow=workflow, now=now, error=error, reason=reason)
+        outbox.stage(tx)
         tx.after_commit(lambda: notify.changes(engine, run_id, workflow, now, lines))
         return None
 
     engine.cache.drop(run_id)
-    return engine.store.write(operation)
+    found = engine.write(operation, outbox)
+    if found is None:
+        outbox.delivered()
+    return found
 
 
 def refuse_joined(engine: Engine, what: str) -> None:
@@ -252,75 +300,151 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
             if snapshot.rollback == "running" and not sender.joins:
                 undoing.advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
             return _already_going(engine, run_id, "rolling_back", snapshot.status, snapshot.workflow)
-        decision = _seen(engine, snapshot)
-        plan = rollback.draft(engine, snapshot, decision, ends_as="cancelled", reason=reason)
-        plan.error = None
-        if not plan.rows:
-            # Who else may be here: the outcome of a step that would have to be undone. Then the run is not as it was
-            # planned for, and is looked at again. test_a_compensate_that_found_nothing_to_undo_loses_to_an_outcome
-            if _end_cancelled(engine, run_id, reason, seen=snapshot, plan=plan) is None:
-                return True
-        elif _enter(engine, snapshot, plan, sender):
+        if undo(engine, snapshot, _seen(engine, snapshot), sender=sender, ends_as="cancelled", reason=reason):
             return True
         engine.anomalies.transition_lost(
             run_id=run_id, workflow=snapshot.workflow, observed=snapshot.status, intended="rolling_back", actual="moved on"
         )
 
 
-def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
-    """What a replay finds out about compensations that no drive has seen yet; nothing of it is committed (COMP-2, COMP-3)."""
-    unseen = {
+def undo(
+    engine: Engine,
+    snapshot: Snapshot,
+    decision: Decision | None,
+    *,
+    sender: Sender,
+    ends_as: str,
+    delivery: object | None = None,
+    error: str | None = None,
+    reason: str | None = None,
+) -> bool:
+    """Begin the rollback of a live run that has to end as ``ends_as``, or end it at once where there is nothing to undo.
+
+    ``decision`` is what a replay has found out about compensations that no drive has seen (:func:`rehearse`). False, and nothing
+    written, where the run is no longer as ``snapshot`` has it.
+    """
+    plan = rollback.draft(engine, snapshot, decision, ends_as=ends_as, reason=reason)
+    plan.error = error
+    if plan.rows:
+        try:
+            return _enter(engine, snapshot, plan, sender=sender, delivery=delivery)
+        except MovedOn:
+            return False
+    # Who else may be here: the outcome of a step that would have to be undone. Then the run is not as it was planned for, and is
+    # looked at again. test_a_compensate_that_found_nothing_to_undo_loses_to_an_outcome
+    found = end(
+        engine, snapshot.run_id, ends_as, sender=sender, delivery=delivery, error=error, reason=reason, seen=snapshot, plan=plan
+    )  # fmt: skip
+    return found is None
+
+
+def close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> bool:
+    """End a child as its parent has asked for when it ended itself (CHILD-3). False where the run has moved on.
+
+    What its function would do next does not matter any more, not even that it would complete.
+
+    Raises:
+      HoldRun: its rollback cannot be planned (COMP-3).
+    """
+    reason = f"its parent {snapshot.parent.run_id if snapshot.parent else ''} has ended"
+    if snapshot.close_request == children.ABORT:
+        found = end(
+            engine, snapshot.run_id, "cancelled", sender=sender, delivery=delivery, reason=reason, undone=False, seen=snapshot
+        )  # fmt: skip
+        return found is None
+    failing = snapshot.close_request == children.FAIL
+    error = describe_error(ParentEndedError(reason)) if failing else None
+    decision, missed = rehearse(engine, snapshot)
+    if missed is not None:
+        raise HoldRun(rollback.ReplanIncompleteError(missed, snapshot.entries[missed - 1].describe()))
+    return undo(
+        engine, snapshot, decision, sender=sender, delivery=delivery, ends_as="failed" if failing else "cancelled", error=error,
+        reason=None if failing else reason,
+    )  # fmt: skip
+
+
+def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int | None]:
+    """What a replay finds out about compensations that no drive has seen yet; nothing of it is committed (COMP-2, COMP-3).
+
+    And the first sequence that has to be undone and that the replay ended before; journalled as ``replan_incomplete``.
+
+    Raises:
+      HoldRun: the replay's result must not be used.
+      KeyError: this process does not know the workflow.
+    """
+    unseen = _unseen(snapshot)
+    if not unseen:
+        return None, None
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings)
+    try:
+        decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
+    except NeedsRecording:
+        decision = Decision("suspended", resolved=context.resolved)
+    missed = min(unseen - {sequence for sequence, _ in decision.resolved}, default=None)
+    if missed is not None and decision.kind != "completed":
+        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
+    return decision, missed
+
+
+def _unseen(snapshot: Snapshot) -> set[int]:
+    """What has completed and whose compensation is still to be built from its result."""
+    return {
         entry.sequence for entry in snapshot.entries
         if isinstance(entry, StepEntry | ChildEntry) and entry.status == "completed" and entry.comp_from_result and not entry.comp_ready
     }  # fmt: skip
-    if not unseen:
+
+
+def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
+    """As :func:`rehearse`, for an operator's call: what goes wrong is raised, and the run stays as found."""
+    if not _unseen(snapshot):
         return None
-    definition = engine.workflows.get(snapshot.workflow)
-    if definition is None:
+    if snapshot.workflow not in engine.workflows:
         raise ConcurrentTransitionError(
             snapshot.run_id, "rolling_back",
             f"{snapshot.status}, and the compensation of a step that has just completed is built by workflow {snapshot.workflow!r}, "
             "which this process does not know: load the application's module (--app) and try again",
         )  # fmt: skip
-    context = Replay(snapshot, now=engine.now(), settings=engine.settings)
     try:
-        decision = replay(definition.function, context, engine.make_flow)
+        decision, missed = rehearse(engine, snapshot)
     except HoldRun as hold_run:
         raise hold_run.error from None
-    except NeedsRecording:
-        decision = Decision("suspended", resolved=context.resolved)
-    if decision.kind == "completed":
+    if decision is not None and decision.kind == "completed":
         raise ConcurrentTransitionError(snapshot.run_id, "rolling_back", "about to complete")
-    missed = unseen - {sequence for sequence, _ in decision.resolved}
-    if missed:
-        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=min(missed))
+    if missed is not None:
         raise ConcurrentTransitionError(
             snapshot.run_id,
             "rolling_back",
-            f"{snapshot.status}, and its replay ended before step {min(missed)}, which has to be undone",
+            f"{snapshot.status}, and its replay ended before step {missed}, which has to be undone",
         )
     return decision
 
 
-def _enter(engine: Engine, snapshot: Snapshot, plan: rollback.Plan, sender: Sender) -> bool:
+def _enter(engine: Engine, snapshot: Snapshot, plan: rollback.Plan, *, sender: Sender, delivery: object | None = None) -> bool:
     """Write a plan that no decision goes with."""
-    outbox = sender.outbox(None)
-    outbox.load(plan.messages)
+    family = children.family(engine, snapshot, ends=not plan.messages)
+    outbox = sender.outbox(delivery)
+    outbox.load(plan.messages if family is None else [*plan.messages, *family.messages()])
     now = engine.now()
     lines = [history.Line(history.COMPENSATION_STARTED, name=snapshot.workflow, detail=plan.reason)]
 
     def operation(tx: Tx) -> bool:
+        if family is not None:
+            family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(_STATE, (snapshot.run_id,))
-        if not rollback.enter(tx, engine, snapshot, plan, now=now, seen=snapshot.wakes, sent_at=now if outbox.joined else None):
+        sent_at = now if outbox.joined else None
+        if not rollback.enter(tx, engine, snapshot, plan, now=now, seen=snapshot.wakes, sent_at=sent_at, family=family):
             return False
+        if family is not None:
+            family.check(tx)
+            family.close(tx, engine, workflow=snapshot.workflow, now=now, undone=True)
         settle_live(tx, snapshot.run_id, now=now)
         engine.record(tx, snapshot.run_id, now, lines)
         outbox.stage(tx)
         return True
 
     engine.cache.drop(snapshot.run_id)
-    if not engine.store.write(operation):
+    if not engine.write(operation, outbox):
         return False
     outbox.delivered()
     notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)

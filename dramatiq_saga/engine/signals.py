@@ -113,10 +113,11 @@ def send(engine: Engine, signal: Signal, sender: Sender) -> None:
     if answer.refused is not None:
         raise refusal(signal.run_id, answer.refused)
     if answer.drive and not (answer.repeated and outbox.joined):
-        _leave(outbox, signal)
+        leave(outbox, signal)
 
 
-def _leave(outbox: Outbox, signal: Signal) -> None:
+def leave(outbox: Outbox, signal: Signal) -> None:
+    """Have the messages of a signal that is stored leave."""
     try:
         outbox.delivered()
     except MessageNotSentError as error:
@@ -140,7 +141,7 @@ def deliver(tx: Tx, engine: Engine, signal: Signal) -> Answer:
     if not live:
         return Answer(status)
     now = engine.now()
-    number = _insert(tx, signal, now)
+    number = insert(tx, signal, now)
     answer = Answer(lines=[history.Line(history.SIGNAL_RECEIVED, name=signal.name, payload=signal.payload, about=number)])
     # Who else may be here: the timeout of the wait. Whose UPDATE comes first has it: the other one's changes nothing.
     # test_a_signal_that_comes_after_the_deadline_of_its_wait_is_kept_for_the_next
@@ -148,8 +149,7 @@ def deliver(tx: Tx, engine: Engine, signal: Signal) -> Answer:
         if time_out(tx, signal.run_id, sequence, cycle=cycle, now=now, kind=kind):
             answer.drive = True
             answer.lines.append(history.Line(history.SIGNAL_TIMED_OUT, sequence=sequence, name=signal.name))
-        elif tx.run(_CONSUME_WAIT, (number, signal.payload, now, signal.run_id, sequence, cycle, now)):
-            tx.run(_CONSUME, (now, number, signal.run_id))
+        elif meet(tx, signal, number, sequence=sequence, cycle=cycle, now=now):
             answer.drive = True
             answer.lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=sequence, name=signal.name, about=number))
             break
@@ -167,7 +167,16 @@ def time_out(tx: Tx, run_id: str, sequence: int, *, cycle: int, now: int, kind: 
     return bool(tx.run(_TIME_OUT_WAIT, (status, now, run_id, sequence, cycle, now)))
 
 
-def _insert(tx: Tx, signal: Signal, now: int) -> int:
+def meet(tx: Tx, signal: Signal, number: int, *, sequence: int, cycle: int, now: int) -> bool:
+    """Hand a signal that was just inserted to an open wait; false where that is open no more, or out of time (SIG-2)."""
+    if not tx.run(_CONSUME_WAIT, (number, signal.payload, now, signal.run_id, sequence, cycle, now)):
+        return False
+    tx.run(_CONSUME, (now, number, signal.run_id))
+    return True
+
+
+def insert(tx: Tx, signal: Signal, now: int) -> int:
+    """Keep a signal as received; its id."""
     params = (signal.run_id, signal.name, signal.key, now, signal.payload)
     if tx.dialect == "mysql":  # differs because: MySQL has no INSERT .. RETURNING
         tx.run(_INSERT, params)

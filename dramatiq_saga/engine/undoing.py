@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec import describe_error, load_error
@@ -29,12 +29,13 @@ from ..errors import (
     qualified_name,
 )
 from ..journal import history
-from . import notify
+from . import children, notify
 from .claim import Claim, Job
-from .rows import Outgoing
+from .rows import Group, Outgoing
 
 if TYPE_CHECKING:
     from ..store.database import Tx
+    from .children import Family
     from .core import Engine, Outbox, Sender
     from .fence import Outcome as StepOutcome
 
@@ -65,7 +66,9 @@ _ROWS = (
     "SELECT sequence, level, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at, "
     "reclaim_stale_at FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
-_RUN_STATE = "SELECT status, rollback, ends_as, workflow, error FROM {flow_runs} WHERE id = ?"
+_RUN_STATE = (
+    "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?"
+)
 _RUN = _RUN_STATE + "{for_update}"
 _END = (
     "UPDATE {flow_runs} SET status = ends_as, rollback = ?, rollback_error = ?, ended_at = ?, revision = revision + 1, "
@@ -179,9 +182,9 @@ class Next:
     error: str | None = None
     undone: list[int] = field(default_factory=list)
 
-    def sends(self) -> list[tuple[int, int]]:
-        """The messages by what they would claim."""
-        return [(message.sequence, message.attempts) for message in self.messages]
+    def asks(self) -> tuple[bool, list[tuple[int, int]]]:
+        """Whether the run is to end, and the messages by what they would claim."""
+        return self.finished, [(message.sequence, message.attempts) for message in self.messages]
 
 
 def completed(claim: Claim) -> Outcome:
@@ -211,22 +214,22 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
     job = outcome.job
     now = engine.now()
     outbox = sender.outbox(delivery)
-    expected = engine.store.read(
-        lambda tx: stands(tx, job.run_id, tx.one(_RUN_STATE, (job.run_id,)), now, unsent_only=True, settled=outcome)
-    )
-    outbox.load(expected.messages)
+    expected, family = engine.store.read(lambda tx: _expected(tx, job.run_id, now, settled=outcome))
+    outbox.load([*expected.messages, *family.messages()])
     line = history.Line(
         _LINES[outcome.kind], sequence=job.sequence, name=outcome.actor, attempt=outcome.attempts, error=outcome.error
     )
 
     def operation(tx: Tx) -> tuple[bool, bool, list[history.Line], bool]:
+        family.lock(tx)
         run = tx.one(_RUN, (job.run_id,))
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome), [], False
         following = stands(tx, job.run_id, run, now, unsent_only=True)
-        lines = [line, *go_on(tx, job.run_id, run, following, now)]
-        staged = following.sends() == expected.sends()
+        lines = [line]
+        staged = following.asks() == expected.asks()
         if staged:
+            lines += go_on(tx, engine, job.run_id, run=run, following=following, now=now, family=family)
             _send(tx, job.run_id, following, outbox, now)
         engine.record(tx, job.run_id, now, lines)
         return True, False, lines, staged
@@ -260,15 +263,16 @@ def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object 
     """
     now = engine.now()
     outbox = sender.outbox(delivery)
-    expected = engine.store.read(lambda tx: stands(tx, run_id, tx.one(_RUN_STATE, (run_id,)), now, unsent_only=True))
-    outbox.load(expected.messages)
+    expected, family = engine.store.read(lambda tx: _expected(tx, run_id, now))
+    outbox.load([*expected.messages, *family.messages()])
 
     def operation(tx: Tx) -> list[history.Line] | None:
+        family.lock(tx)
         run = tx.one(_RUN, (run_id,))
         following = stands(tx, run_id, run, now, unsent_only=True)
-        if following.sends() != expected.sends():
+        if following.asks() != expected.asks():
             return None
-        lines = go_on(tx, run_id, run, following, now)
+        lines = go_on(tx, engine, run_id, run=run, following=following, now=now, family=family)
         engine.record(tx, run_id, now, lines)
         _send(tx, run_id, following, outbox, now)
         return lines
@@ -281,6 +285,14 @@ def _advance_once(engine: Engine, run_id: str, sender: Sender, delivery: object 
     return True
 
 
+def _expected(tx: Tx, run_id: str, now: int, *, settled: Outcome | None = None) -> tuple[Next, Family]:
+    """Where the rollback will stand, and who has to hear of it where it ends: the parent of a child (CHILD-1)."""
+    run = tx.one(_RUN_STATE, (run_id,))
+    following = stands(tx, run_id, run, now, unsent_only=True, settled=settled)
+    ends = run is not None and following.finished and run[8] is not None and run[0] == "rolling_back"
+    return following, children.read(tx, run_id) if ends else children.Family(run_id)
+
+
 def _send(tx: Tx, run_id: str, following: Next, outbox: Outbox, now: int) -> None:
     """Put the loaded messages into the transaction and consume the one at hand."""
     if outbox.joined:
@@ -289,7 +301,7 @@ def _send(tx: Tx, run_id: str, following: Next, outbox: Outbox, now: int) -> Non
     outbox.stage(tx)
 
 
-def level_closed(engine: Engine, run_id: str, level: int, sender: Sender) -> None:
+def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delivery: object | None = None) -> None:
     """A level's callback has come: whatever of it is still ``running`` and can never be reclaimed ends there (PAR-3, COMP-4).
 
     From here a worker that has died and one that is slow look the same, so the outcome of the slow one is still recorded on its own
@@ -301,7 +313,7 @@ def level_closed(engine: Engine, run_id: str, level: int, sender: Sender) -> Non
             if row.level == level and row.left_alone:
                 job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
                 settle(engine, unfinished(job, row.actor, row.attempts), sender, None)
-    advance(engine, run_id, sender, None)
+    advance(engine, run_id, sender, delivery)
 
 
 # --- what comes next -------------------------------------------------------------------------------------------------
@@ -326,10 +338,10 @@ def stands(
     rows = _rows(tx, run_id)
     if settled is not None:
         rows = [row.settled(settled) if row.sequence == settled.job.sequence else row for row in rows]
-    return _survey(run_id, rows, now, unsent_only=unsent_only)
+    return _survey(run_id, run, rows, now, unsent_only=unsent_only)
 
 
-def _survey(run_id: str, rows: Sequence[_Row], now: int, *, unsent_only: bool = False) -> Next:
+def _survey(run_id: str, run: tuple[Any, ...], rows: Sequence[_Row], now: int, *, unsent_only: bool = False) -> Next:
     """The messages of the level that is to run, or how the rollback ends.
 
     A level is over when each of its rows has been undone or given up; one that was given up under ``stop`` halts the rollback
@@ -348,10 +360,24 @@ def _survey(run_id: str, rows: Sequence[_Row], now: int, *, unsent_only: bool = 
         open_rows = [row for row in members if row.status != "completed" and not row.given_up]
         if open_rows:
             waiting = [row for row in open_rows if row.status == "pending" and not (unsent_only and row.sent_at is not None)]
-            return Next([row.message(run_id, now) for row in waiting], undone=undone)
+            messages = [row.message(run_id, now) for row in waiting]
+            return Next(side_by_side(messages, level, workflow=run[3], queue=run[5], priority=run[6], now=now), undone=undone)
         if any(row.policy == "stop" for row in given_up):
             return Next([], True, True, _failure(failures), undone)
     return Next([], True, False, _failure(failures), undone)
+
+
+def side_by_side(
+    messages: list[Outgoing], level: int, *, workflow: str, queue: str, priority: int | None, now: int
+) -> list[Outgoing]:
+    """The messages of one level as a group, whose callback is a second trigger (PAR-3). One message is no group."""
+    if len(messages) < 2:
+        return messages
+    run_id, sequences = messages[0].run_id, [message.sequence for message in messages]
+    group = Group(
+        f"{run_id}/undo-{level}/{now:x}", len(messages), 0, min(sequences), max(sequences), workflow, queue, priority, level
+    )  # fmt: skip
+    return [replace(message, group=group) for message in messages]
 
 
 def _failure(failures: Sequence[_Row]) -> str | None:
@@ -365,11 +391,13 @@ def _failure(failures: Sequence[_Row]) -> str | None:
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 
-def go_on(tx: Tx, run_id: str, run: tuple[Any, ...] | None, following: Next, now: int) -> list[history.Line]:
+def go_on(
+    tx: Tx, engine: Engine, run_id: str, *, run: tuple[Any, ...] | None, following: Next, now: int, family: Family | None
+) -> list[history.Line]:
     """End the run where its rollback has come to an end; a run that has ended before keeps its end (COMP-8)."""
     if not following.finished or run is None:
         return []
-    status, _, ends_as, workflow, error = run
+    status, _, ends_as, workflow, error, _, _, reason, _ = run
     rollback = "halted" if following.halted else "done"
     undone = ", ".join(str(sequence) for sequence in following.undone) or "nothing"
     finished = history.Line(history.ROLLBACK_FINISHED, name=workflow, detail=f"{rollback}; undone: {undone}")
@@ -377,6 +405,8 @@ def go_on(tx: Tx, run_id: str, run: tuple[Any, ...] | None, following: Next, now
         return [finished] if tx.run(_END_RESUMED, (rollback, following.error, run_id)) else []
     if not tx.run(_END, (rollback, following.error, now, run_id)):
         return []
+    if family is not None:
+        family.ended(tx, engine, ends_as, workflow=workflow, now=now, error=error, reason=reason)
     return [finished, history.Line(f"flow.{ends_as}", name=workflow, error=error)]
 
 
@@ -464,13 +494,13 @@ def resume(engine: Engine, run_id: str, sender: Sender) -> bool:
         run, rows = engine.store.read(lambda tx: (tx.one(_RUN_STATE, (run_id,)), _rows(tx, run_id)))
         if run is None:
             raise FlowNotFoundError(run_id)
-        status, rollback, _, workflow, _ = run
+        status, rollback, _, workflow = run[:4]
         if rollback == "running":
             advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
             return False
         if rollback != "halted":
             raise ConcurrentTransitionError(run_id, "rolling back again", _where(status, rollback, rows))
-        if _resume_once(engine, run_id, sender, [row.renewed() for row in rows]):
+        if _resume_once(engine, run_id, sender, run=run, renewed=[row.renewed() for row in rows]):
             return True
         engine.anomalies.transition_lost(
             run_id=run_id, workflow=workflow, observed="halted", intended="rolling back again", actual="moved on"
@@ -486,7 +516,7 @@ def _where(status: str, rollback: str, rows: Sequence[_Row]) -> str:
     return f"{status}, and its rollback is done"
 
 
-def _resume_once(engine: Engine, run_id: str, sender: Sender, renewed: list[_Row]) -> bool:
+def _resume_once(engine: Engine, run_id: str, sender: Sender, *, run: tuple[Any, ...], renewed: list[_Row]) -> bool:
     """One try; false (and nothing written) where the rows are no longer as they were read.
 
     Who else may be here: another operator, who finds ``rollback`` no longer ``halted``; a late outcome of an undo that its level
@@ -494,19 +524,19 @@ def _resume_once(engine: Engine, run_id: str, sender: Sender, renewed: list[_Row
     """
     now = engine.now()
     outbox = sender.outbox(None)
-    expected = _survey(run_id, renewed, now, unsent_only=True)
+    expected = _survey(run_id, run, renewed, now, unsent_only=True)
     outbox.load(expected.messages)
     todo = ", ".join(str(row.sequence) for row in renewed if row.status == "pending") or "nothing"
 
     def operation(tx: Tx) -> list[history.Line] | None:
-        run = tx.one(_RUN, (run_id,))
-        if run is None or [row.renewed() for row in _rows(tx, run_id)] != renewed or not tx.run(_RESUME, (run_id,)):
+        found = tx.one(_RUN, (run_id,))
+        if found is None or [row.renewed() for row in _rows(tx, run_id)] != renewed or not tx.run(_RESUME, (run_id,)):
             return None
         tx.run(_RENEW, (run_id,))
         tx.run(_REFILL, (run_id,))
         tx.run(_PASS_OVER, (run_id,))
         lines = [history.Line(history.ROLLBACK_RESUMED, name=run[3], detail=f"to be undone: {todo}")]
-        lines += go_on(tx, run_id, run, expected, now)
+        lines += go_on(tx, engine, run_id, run=found, following=expected, now=now, family=None)
         engine.record(tx, run_id, now, lines)
         _send(tx, run_id, expected, outbox, now)
         return lines

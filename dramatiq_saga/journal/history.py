@@ -27,6 +27,7 @@ FLOW_CANCELLED: Final = "flow.cancelled"
 FLOW_EXPIRED: Final = "flow.expired"
 FLOW_HELD: Final = "flow.held"
 FLOW_REDRIVEN: Final = "flow.redriven"
+FLOW_CLOSING: Final = "flow.closing"
 
 ACTION_STARTED: Final = "action.started"
 ACTION_COMPLETED: Final = "action.completed"
@@ -66,7 +67,15 @@ SIDE_EFFECT_RECORDED: Final = "side_effect.recorded"
 
 #: Told by the history only: what an operator reads there and no listener has a class for.
 WITHOUT_EVENT: Final = frozenset(
-    {FLOW_HELD, FLOW_REDRIVEN, ACTION_RELEASED, COMPENSATION_STEP_RELEASED, COMPENSATION_REDISPATCHED, ROLLBACK_RESUMED}
+    {
+        FLOW_HELD,
+        FLOW_REDRIVEN,
+        FLOW_CLOSING,
+        ACTION_RELEASED,
+        COMPENSATION_STEP_RELEASED,
+        COMPENSATION_REDISPATCHED,
+        ROLLBACK_RESUMED,
+    }
 )
 
 #: Told to listeners as the event of a failed try, with ``given_up`` set.

@@ -8,7 +8,7 @@ messages; so the kick itself cannot be lost: what it asked for and what did not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine import notify
 from ..engine.rows import Outgoing
@@ -36,6 +36,10 @@ _ROWS = {
         COMPENSATION, f"r.run_id = ? AND {_UNFINISHED} AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS}", order="r.sequence DESC"
     ),
 }
+_CHILDREN = (
+    "SELECT c.sequence, c.workflow, c.status, f.id, f.queue, f.priority, f.wakes > f.wakes_seen, f.status, f.hold_until "
+    "FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id WHERE c.run_id = ? AND c.ended_at IS NULL ORDER BY c.sequence"
+)
 _REFILL = "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
 _REFILL_STEPS = _REFILL % "action_runs"
 _REFILL_COMPENSATIONS = _REFILL % "compensation_runs"
@@ -44,7 +48,7 @@ _READ_BACK = "SELECT status, revision, wakes, repair_attempts FROM {flow_runs} W
 
 @dataclass(frozen=True, slots=True)
 class KickedRow:
-    """A step or compensation of a kicked run; ``left`` says why it was sent no message, ``None`` where it was."""
+    """A step, compensation or child of a kicked run; ``left`` says why it was sent no message, ``None`` where it was."""
 
     kind: str
     sequence: int
@@ -92,26 +96,57 @@ def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
         found = engine.store.read(lambda tx: _look(tx, run_id))
         if found is None:
             raise FlowNotFoundError(run_id)
-        run, rows = found
+        run, rows, children = found
         workflow, _, _, status, rollback, _, _ = run
         if status not in ("pending", "running", "waiting") and rollback != "running":
             return KickReport(run_id, workflow, status, rollback, driven=False)
         now = engine.now()
         parked = [(row, _left(row, now)) for row in rows]
+        waited_for = [(child, _left_child(child)) for child in children]
         report = KickReport(
             run_id, workflow, status, rollback, driven=True,
-            rows=tuple(KickedRow(row.kind, row.sequence, row.actor, row.status, left) for row, left in parked),
+            rows=(
+                *(KickedRow(row.kind, row.sequence, row.actor, row.status, left) for row, left in parked),
+                *(KickedRow("child", child.sequence, child.workflow, child.status, left) for child, left in waited_for),
+            ),
         )  # fmt: skip
-        landed = _kick(engine, sender, report, run=run, rows=[row for row, left in parked if left is None])
+        sent_to = [child for child, left in waited_for if left is None]
+        landed = _kick(engine, sender, report, run=run, rows=[row for row, left in parked if left is None], children=sent_to)
         if landed is not None:
             return landed
 
 
-def _look(tx: Tx, run_id: str) -> tuple[tuple[Any, ...], list[Row]] | None:
+class _Child(NamedTuple):
+    """A child run that a run waits for."""
+
+    sequence: int
+    workflow: str
+    status: str
+    run_id: str
+    queue: str
+    priority: int | None
+    unseen: bool
+    run_status: str
+    hold_until: int | None
+
+
+def _look(tx: Tx, run_id: str) -> tuple[tuple[Any, ...], list[Row], list[_Child]] | None:
     run = tx.one(_RUN.replace("{for_update}", ""), (run_id,))
     if run is None:
         return None
-    return run, [row for kind in (STEP, COMPENSATION) for row in read(tx, kind, sql=_ROWS[kind], params=(run_id,))]
+    rows = [row for kind in (STEP, COMPENSATION) for row in read(tx, kind, sql=_ROWS[kind], params=(run_id,))]
+    return run, rows, [_Child(*row) for row in tx.all(_CHILDREN, (run_id,))]
+
+
+def _left_child(child: _Child) -> str | None:
+    """Why this child run is sent no drive."""
+    if child.status == "awaiting_retry":
+        return "it waits for a signal to be started again"
+    if child.hold_until is not None:
+        return f"it is held: see run {child.run_id}, and kick that"
+    if not child.unseen and child.run_status != "rolling_back":
+        return "it is a run of its own, and nothing has happened to it that no drive has seen: kick that run"
+    return None
 
 
 def _left(row: Row, now: int) -> str | None:
@@ -128,7 +163,9 @@ def _left(row: Row, now: int) -> str | None:
     return None
 
 
-def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any, ...], rows: list[Row]) -> KickReport | None:
+def _kick(
+    engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any, ...], rows: list[Row], children: list[_Child]
+) -> KickReport | None:
     """Write it and send it; ``None`` where the run has moved on since it was read: look again.
 
     A row may have moved on alone, claimed by a message that was not lost: ours then loses its claim and changes nothing.
@@ -136,7 +173,8 @@ def _kick(engine: Engine, sender: Sender, report: KickReport, *, run: tuple[Any,
     workflow, queue, priority, status, rollback, revision, wakes = run
     run_id, now = report.run_id, engine.now()
     outbox = sender.outbox(None)
-    outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority), *(row.message() for row in rows)])
+    drives = [Outgoing("drive", child.run_id, child.workflow, child.queue, priority=child.priority) for child in children]
+    outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority), *(row.message() for row in rows), *drives])
     lines = [history.Line(history.FLOW_REDRIVEN, name=workflow, detail="kicked"), *(row.line("kicked") for row in rows)]
 
     joined = engine.store.joined()  # a host's transaction: listeners hear of it once that has committed (EVENT-2)

@@ -96,7 +96,7 @@ def _drive(engine: Engine, sender: Sender, report: MonitorReport, *, run: HeldRu
     backoff = engine.settings.monitor.expiration.backoff
     window = min(backoff.base_seconds * 2 ** min(run.hold_count, 30), backoff.max_seconds)
     until = engine.now() + int(window * 1000)
-    here = engine.drives(run.workflow)
+    here = engine.drives(run.workflow, run.queue)
     outbox = sender.outbox(None)
     outbox.load([] if here else [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority)])
 

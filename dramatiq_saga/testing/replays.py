@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..clock import to_iso
-from ..codec import preview
+from ..codec import freeze, preview
 from ..engine.core import SnapshotCache
-from ..engine.rows import Decision, Snapshot, block_name
+from ..engine.rows import Decision, ReceivedSignal, Snapshot, block_name
 from ..engine.snapshot import read
 from ..engine.verify import walk
 from ..errors import HistoryMismatchError
@@ -32,8 +32,12 @@ _STEPS = f"SELECT sequence, actor, args, comp_actor, comp_args FROM {{action_run
 _CHILDREN = f"SELECT sequence, workflow, args, comp_actor, comp_args FROM {{children}} {_AFTER}"
 _BLOCKS = f"SELECT sequence, kind, size FROM {{blocks}} {_AFTER}"
 _WAITS = f"SELECT sequence, kind, name, due_at FROM {{waits}} {_AFTER} AND kind <> 'retry'"
+_CONSUMED = (
+    "SELECT s.id, s.name, s.payload FROM {waits} w JOIN {signals} s ON s.id = w.signal_id "
+    "WHERE w.run_id = ? AND w.sequence > ? AND w.kind = 'signal'"
+)
 
-#: Entries that may have been recorded before the decision that follows them.
+#: Entries that hold a value from outside the function.
 _RECORDED_ON_THE_WAY = ("side effect", "sent signal", "patch")
 
 #: Longest preview of arguments in an error.
@@ -120,12 +124,18 @@ def _check_what_is_recorded(engine: Engine, snapshot: Snapshot) -> None:
 def _check_the_decision(engine: Engine, before: Snapshot, after: Snapshot) -> None:
     """The last decision once more: the same requests, with the same arguments."""
     __tracebackhide__ = True
-    cut = len(before.entries)
-    while cut < len(after.entries) and after.entries[cut].kind in _RECORDED_ON_THE_WAY:
-        cut += 1
+    # What was recorded on the way cannot be asked for once more: a random number would be another. It is part of what is rested on.
+    new = range(len(before.entries), len(after.entries))
+    cut = max((index + 1 for index in new if after.entries[index].kind in _RECORDED_ON_THE_WAY), default=new.start)
     if cut == len(after.entries):
         return
-    rested_on = replace(after, entries=list(after.entries[:cut]), status="running", wakes=after.wakes + 1)
+    # What had arrived by then: what has not been consumed yet, and what this decision has consumed.
+    consumed = engine.store.read(lambda tx: tx.all(_CONSUMED, (after.run_id, cut)))
+    signals = [*after.signals, *(ReceivedSignal(number, name, freeze(bytes(payload))) for number, name, payload in consumed)]
+    rested_on = replace(
+        after, entries=list(after.entries[:cut]), status="running", wakes=after.wakes + 1,
+        signals=tuple(sorted(signals, key=lambda signal: signal.id)),
+    )  # fmt: skip
     decision = _replayed(engine, rested_on)
     recorded = engine.store.read(lambda tx: recorded_requests(tx, after.run_id, cut))
     asked = {} if decision is None else requests(decision)

@@ -41,7 +41,7 @@ from .replays import ReplayChecks
 from .stand_in import Letter, Post
 from .takeover import Takeover, Watcher
 from .tracebacks import start_at_the_code_under_test
-from .waiting import due_in, next_due, open_waits, tells_of_itself
+from .waiting import due_in, open_waits, tells_of_itself
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -257,11 +257,9 @@ class SagaTester(Watcher):
             self._deliver(letter)
 
     def _next_moment(self) -> int | None:
-        """When something will come due."""
-        now = self._clock.now()
-        moments = [letter.due for letter in self._post.letters()[:1]]
-        moments += [moment for takeover in self._opened() if (moment := next_due(takeover.engine, now)) is not None]
-        return max(now, min(moments)) if moments else None
+        """When something will come due: timers and deadlines are messages too (TIMER-1)."""
+        first = self._post.letters()[:1]
+        return max(self._clock.now(), first[0].due) if first else None
 
     def _deliver(self, letter: Letter) -> None:
         __tracebackhide__ = True

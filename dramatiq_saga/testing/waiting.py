@@ -1,7 +1,7 @@
-"""What is left to happen in a test: the moments that rows name, and the same in words.
+"""What is left to happen in a test, in words.
 
-Only reads. Messages know their own due times; what stands here is what the monitor looks for in the rows. Invariant: a moment that
-is not in the future is never named, so that a clock that goes from one to the next always moves.
+Only reads. What will happen by itself is a message with a due time, deadlines and timers included (TIMER-1); what runs wait for that
+somebody has to bring about stands in the rows.
 """
 
 from __future__ import annotations
@@ -15,33 +15,24 @@ if TYPE_CHECKING:
     from ..engine.core import Engine
     from .stand_in import Letter
 
-_LIVE = "ended_at IS NULL AND status <> 'rolling_back'"
-_RUN_EXPIRES = f"SELECT MIN(expires_at) FROM {{flow_runs}} WHERE {_LIVE} AND expires_at > ?"
-_STEP_EXPIRES = (
-    "SELECT MIN(a.expires_at) FROM {action_runs} a JOIN {flow_runs} f ON f.id = a.run_id WHERE a.expires_at > ? AND a.ended_at IS NULL "
-    "AND f.ended_at IS NULL AND f.status <> 'rolling_back'"
+_DEADLINES = (
+    "SELECT id, expires_at FROM {flow_runs} WHERE ended_at IS NULL AND status <> 'rolling_back' AND expires_at IS NOT NULL "
+    "ORDER BY expires_at, id"
 )
-_WAIT_ENDS = "SELECT MIN(due_at) FROM {waits} WHERE status = 'waiting' AND due_at > ?"
-_MOMENTS = (_RUN_EXPIRES, _STEP_EXPIRES, _WAIT_ENDS)
 _WAITS = "SELECT run_id, sequence, kind, name, due_at FROM {waits} WHERE status = 'waiting' ORDER BY run_id, sequence"
 
 _NAMES = {"signal": "signal", "timer": "a timer", "retry": "the retry signal"}
 
 
-def next_due(engine: Engine, now: int) -> int | None:
-    """The next moment after ``now`` that a row names: a deadline, or the end of a wait."""
-    found = engine.store.read(lambda tx: [tx.one(sql, (now,)) for sql in _MOMENTS])
-    moments = [row[0] for row in found if row is not None and row[0] is not None]
-    return min(moments) if moments else None
-
-
 def open_waits(engine: Engine) -> list[str]:
-    """What runs wait for."""
+    """What runs wait for, and when their time is up."""
     now = engine.now()
-    return [
+    waits = [
         f"run {run_id} waits at {sequence} for {_NAMES[kind]}{'' if name is None else f' {name!r}'}{_until(kind, due_at, now)}"
         for run_id, sequence, kind, name, due_at in engine.store.read(lambda tx: tx.all(_WAITS))
     ]
+    deadlines = engine.store.read(lambda tx: tx.all(_DEADLINES))
+    return waits + [f"run {run_id} expires {_when(expires_at, now)}" for run_id, expires_at in deadlines]
 
 
 def _until(kind: str, due_at: int | None, now: int) -> str:

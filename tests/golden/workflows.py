@@ -117,9 +117,43 @@ def declare(bench: Bench) -> None:
         flow.signal_flow(other, "told", {"by": flow.run_id})
         return flow.await_signal("told")
 
-    for function in (
-        steps, caught, undone, side_effects, tagged, raises, chosen, values, optional, gated, mended, approved, tells,
-    ):  # fmt: skip
+    def side_by_side(flow: Flow, width: int, policy: str = "fail_fast", bad: int = -1, limit: int = 100) -> list[Any]:
+        members = [
+            flow.action(failing, f"member {number}") if number == bad
+            else flow.action(step, number).compensate_with(undoing, number)
+            for number in range(width)
+        ]  # fmt: skip
+        block = flow.parallel(*members).max_in_flight(limit)
+        return (block.fail_fast() if policy == "fail_fast" else block.wait_all_then_fail()).run()
+
+    def nested(flow: Flow) -> list[Any]:
+        inner = flow.parallel(flow.action(step, "b"), flow.optional_action(failing, "c"))
+        return [flow.parallel(flow.action(step, "a"), inner, flow.parallel()).run(), flow.run(step, "d")]
+
+    def grouped(flow: Flow, last: str) -> list[Any]:
+        group = flow.saga(
+            flow.action(step, 1).compensate_with(undoing, 1),
+            flow.parallel(flow.action(step, 2).compensate_with(undoing, 2), flow.action(step, 3)),
+            flow.action(step, 4).compensate_with(lambda made: undoing.message(made)),
+        )
+        done = group.compensate_in_parallel().on_compensation_failure("continue").run()
+        return [done, flow.run(failing if last == "fails" else step, last)]
+
+    kinds: list[Callable[..., Any]] = [
+        steps,
+        caught,
+        undone,
+        side_effects,
+        tagged,
+        raises,
+        chosen,
+        values,
+        optional,
+        gated,
+        mended,
+    ]
+    kinds += [approved, tells, side_by_side, nested, grouped]
+    for function in kinds:
         bench.workflow(function)
 
 
@@ -148,6 +182,14 @@ SCENARIOS |= {
     "recorded-values": finish("values"),
     "optional-steps": finish("optional"),
     "patched-new-way": finish("gated"),
+    "parallel": finish("side_by_side", 3),
+    "parallel-of-none": finish("side_by_side", 0),
+    "parallel-limited": finish("side_by_side", 5, "fail_fast", -1, 2),
+    "parallel-failed-fast": finish("side_by_side", 4, "fail_fast", 1, 2),
+    "parallel-failed-late": finish("side_by_side", 4, "wait_all_then_fail", 1),
+    "blocks-in-blocks": finish("nested"),
+    "group": finish("grouped", "ends"),
+    "group-undone": finish("grouped", "fails"),
 }
 
 
@@ -226,6 +268,22 @@ def patched_call_removed(bench: Bench, run_id: str) -> None:
         bench.deliver(bench.take())
     release()
     bench.run()
+
+
+@scenario
+def parallel_under_way(bench: Bench, run_id: str) -> None:
+    """In flight: one member is done, two are scheduled, one is held back."""
+    bench.start("side_by_side", 4, "fail_fast", -1, 2, run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+
+
+@scenario
+def group_under_way(bench: Bench, run_id: str) -> None:
+    """In flight: the group's second place is a block, and is at work."""
+    bench.start("grouped", "ends", run_id=run_id)
+    for _ in range(3):
+        bench.deliver(bench.take())
 
 
 @scenario

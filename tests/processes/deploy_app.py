@@ -70,6 +70,13 @@ def swapped(flow: Flow) -> list[Any]:
     return [flow.run(charge), flow.action(reserve).compensate_with(refund).run(), flow.run(late)]
 
 
+def gated(flow: Flow) -> list[Any]:
+    """A step before everything else, for runs that have not begun."""
+    new_way = flow.patched("mail-first")
+    done = [flow.run(mail)] if new_way else []
+    return [*done, flow.action(reserve).compensate_with(refund).run(), flow.run(charge), flow.run(late), new_way]
+
+
 def asks(flow: Flow) -> list[Any]:
     return [flow.run(reserve), flow.await_signal("approved", wait_seconds=14 * 86_400), flow.run(charge)]
 
@@ -88,5 +95,5 @@ def mails_before(flow: Flow) -> list[Any]:
 
 approval = workflow(name="approval", version=RELEASE)({"first": asks, "swapped": mails_before}.get(RELEASE, asks_otherwise))
 
-function = {"first": first, "edited": edited, "swapped": swapped, "renamed": first}[RELEASE]
+function = {"first": first, "edited": edited, "swapped": swapped, "gated": gated, "renamed": first}[RELEASE]
 order = workflow(name="orders" if RELEASE == "renamed" else "order", version=RELEASE)(function)

@@ -51,7 +51,12 @@ POINTS = {
     "failure recorded": "a failed try is recorded, Dramatiq has not decided what follows",
 }
 
-_OUTCOMES = ("_settle_with_decision.<locals>.operation", "_settle_alone.<locals>.operation", "settle.<locals>.operation")
+_OUTCOMES = (
+    "_settle_with_decision.<locals>.operation",
+    "_settle_alone.<locals>.operation",
+    "settle.<locals>.operation",
+    "settle_member.<locals>.attempt.<locals>.record_member",
+)
 _DECISIONS = ("_drive_once.<locals>.operation",)
 _FAILURES = ("fail_try.<locals>.operation",)
 
@@ -119,12 +124,12 @@ class Killer:
 
             def watched(tx: Any) -> Any:
                 value = operation(tx)
-                if value and value != (False, False):
+                if _has_landed(value):
                     self.here(f"{kind} written", actor)
                 return value
 
             value = write(store, watched)
-            if value and value != (False, False):
+            if _has_landed(value):
                 self.here(f"{kind} committed")
             return value
 
@@ -173,6 +178,11 @@ class Killer:
         _RedisConsumer.ack = watched_ack
 
 
+def _has_landed(value: Any) -> bool:
+    """Whether a write of the engine's has landed, by what its operation has returned."""
+    return bool(getattr(value, "landed", value and value != (False, False)))
+
+
 # --- the shop --------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +229,15 @@ class Shop:
             ).compensate_in_parallel().run()
             return str(flow.run(ship, order))
 
+        def convoy(flow: Any, order: str) -> str:
+            """Three steps side by side, one of which may fail, and one after them."""
+            found = flow.parallel(
+                flow.action(charge, order).compensate_with(refund, order),
+                flow.action(ship if "nowhere" in order else reserve, order),
+                flow.action(board, order).compensate_with(alight, order),
+            ).run()
+            return f"{found}, {flow.run(ship, order)}"
+
         def single(flow: Any, order: str) -> str:
             return str(flow.run(long, order))
 
@@ -230,8 +249,16 @@ class Shop:
         def interrupted(flow: Any, order: str) -> str:
             return str(flow.run(told, order))
 
+        pay = dramatiq.actor(self._pay, broker=self.broker, actor_name="pay", max_retries=0)
+
+        def patient(flow: Any, order: str) -> str:
+            """Its step fails until somebody has topped up, and waits to be told."""
+            return str(flow.action(pay, order).retry_on_signal("top-up").run())
+
         self.checkout = workflow(broker=self.broker)(checkout)
+        self.patient = workflow(broker=self.broker)(patient)
         self.tour = workflow(broker=self.broker)(tour)
+        self.convoy = workflow(broker=self.broker)(convoy)
         self.single = workflow(broker=self.broker)(single)
         self.interrupted = workflow(broker=self.broker)(interrupted)
 
@@ -247,6 +274,14 @@ class Shop:
 
         body.__name__ = name
         return body
+
+    def _pay(self, order: str) -> str:
+        self._begin("pay", order)
+        if self.killer is not None:
+            self.killer.here("in body", "pay")
+        if not EffectLog.from_env().count("topped up"):
+            raise ValueError("no money")
+        return f"paid {order}"
 
     def _begin(self, name: str, order: str) -> None:
         step = current_step()

@@ -112,6 +112,30 @@ def test_runs_parked_on_signals_are_resumed_by_the_workers_of_another_release(
     assert effects.count("charge") == 3
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_while_workers_of_two_releases_run_every_run_goes_one_way(shop: Field, effects: EffectLog) -> None:
+    """HISTORY-2: a gated change, deployed to one worker after the other; what an old one comes upon it holds, and nothing is lost."""
+    shop.settings(monitor__expiration__backoff__base_seconds=1, monitor__expiration__backoff__max_seconds=1)
+    runs = [parked(shop), *shop.send_many(10, "order")]
+    old = shop.worker(threads=2)
+    deployed(shop, "gated")
+    new = shop.worker(threads=2)
+    runs += shop.send_many(10, "order")
+    old.terminate()
+    runs.append(shop.send("order"))  # which no old one can have met
+    eventually(lambda: shop.done("sweep") and all(shop.run(run).ended_at for run in runs), interval=0.2)
+    assert new.running
+    ways = [json.loads(shop.run(run).result or "") for run in runs]
+    assert {shop.run(run).status for run in runs} == {"completed"}
+    assert ways[0][-1] is not True  # it was parked behind the change when that was deployed
+    for way in ways:
+        assert way[0].startswith("mail") is (way[-1] is True)
+    for step in ("reserve", "charge", "late"):
+        assert effects.count(step) == len(runs)
+    assert effects.count("mail") == sum(way[-1] is True for way in ways) > 0
+    assert shop.done("verify")["looked_at"] == 0
+
+
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_runs_that_nobody_can_resume_are_listed_and_resumed_once_somebody_can(shop: Field, effects: EffectLog) -> None:
     """C67: a renamed workflow strands its runs; verify says so, and why; with the name back they go on by themselves."""

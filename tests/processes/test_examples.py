@@ -49,12 +49,17 @@ def test_every_example_is_tested() -> None:
     assert NAMES == [
         "checkout",
         "compensations",
+        "declined_card",
         "demo",
         "fan_out",
         "host_transaction",
+        "invoices",
+        "order_shipment",
         "patched_change",
         "retries",
+        "tenants",
         "testing",
+        "trip_booking",
         "two_machines",
     ]
 
@@ -85,6 +90,27 @@ def test_retries_are_spent_as_each_actor_says(copy: Path) -> None:
     ]
 
 
+def test_a_declined_card_waits_for_its_top_up_and_a_stolen_one_does_not(copy: Path) -> None:
+    """RSIG-1, RSIG-2, RSIG-3, FENCE-4."""
+    assert run(copy, "declined_card").splitlines() == [
+        "order-1: the teapot is set aside",
+        "order-1: charge 25 to ada's card, key :2:0",
+        "order-1: charge 25 to ada's card, key :2:1",
+        "order-1: shipped",
+        "order-1: receipt for order-1",
+        "order-2: the teapot is set aside",
+        "order-2: charge 25 to bob's card, key :2:0",
+        "order-2: charge 25 to bob's card, key :2:1",
+        "order-2: charge 25 to bob's card, key :2:2",
+        "order-2: the teapot goes back to the shelf",
+        "order-2: failed",
+        "order-3: the teapot is set aside",
+        "order-3: charge 25 to eve's card, key :2:0",
+        "order-3: the teapot goes back to the shelf",
+        "order-3: failed",
+    ]
+
+
 def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(copy: Path) -> None:
     """COMP-1, COMP-4, COMP-5, COMP-7."""
     assert run(copy, "compensations").splitlines() == [
@@ -95,6 +121,26 @@ def test_compensations_run_in_reverse_and_one_that_may_fail_holds_up_nothing(cop
         "undo of step 3 (release_seat): completed",
         "undo of step 2 (call_greeting_back): failed: a postcard cannot be called back",
         "undo of step 1 (cancel_hotel): completed",
+    ]
+
+
+def test_a_trip_is_undone_side_by_side_halts_and_is_resumed(copy: Path) -> None:
+    """COMP-4, COMP-5, COMP-6, COMP-8, C26: with real workers."""
+    output = run(copy, "trip_booking")
+    told = [line for line in output.splitlines() if "rollback_halted" not in line]
+    group = [
+        "  level 0: undo of step 5 (cancel_theatre): failed: tickets are not taken back",
+        "  level 0: undo of step 4 (cancel_booking): completed",
+        "  level 0: undo of step 3 (cancel_booking): completed",
+    ]
+    assert told == [
+        "step 6 (take_payment) failed: ValueError: the card is declined",
+        "failed, rollback halted",
+        *group,
+        "  level 1: undo of step 1 (cancel_flight): failed: the airline does not answer",
+        "failed, rollback done",
+        *group,
+        "  level 1: undo of step 1 (cancel_flight): completed",
     ]
 
 
@@ -119,6 +165,29 @@ def test_a_host_transaction_that_rolls_back_leaves_no_run(copy: Path) -> None:
         "refused: we have no unicorns",
         "1 order, 1 run",
         "teapot: shipped",
+    ]
+
+
+def test_invoices_keep_money_as_money_and_dates_as_dates(copy: Path) -> None:
+    """CODEC-3, with async steps."""
+    assert run(copy, "invoices").splitlines() == [
+        "posted: 21.89 USD",
+        "reminders: 2026-02-22 2026-03-01",
+        "withdrawing the invoice of 0.10 USD",
+        "failed",
+    ]
+
+
+def test_each_tenants_run_sees_its_tenant(copy: Path) -> None:
+    """CTX-1: in one thread of a worker, steps and undos of both in any order."""
+    lines = [line for line in run(copy, "tenants").splitlines() if not line.startswith("20")]  # without log lines
+    assert lines[0] == "without a tenant, no run is started"
+    assert sorted(lines[1:]) == [
+        "[acme] selling teapot",
+        "[globex] selling teapot",
+        "[globex] teapot was not sold",
+        "acme: acme-teapot",
+        "globex: step 2 (reserve) failed: LookupError: globex is sold out",
     ]
 
 
@@ -149,6 +218,25 @@ def test_two_machines_share_redis_and_postgresql(
     assert output[0] == "order-42: {'charge': 'charge-for-order-42'}"
     assert output[1].endswith("no such address; undone by ['refund_card']")
     assert python(copy, *command, "sweep", env=env) == "sweep: no held run was due; repair: nothing was lost\n"
+
+
+def test_order_shipment_undoes_what_its_child_has_done(copy: Path) -> None:
+    """CHILD-1, CHILD-2, CHILD-3."""
+    assert run(copy, "order_shipment").splitlines() == [
+        "order-1: charged",
+        "order-1: packed",
+        "order-1: completed; its shipment: completed",
+        "order-to-nowhere: charged",
+        "order-to-nowhere: packed",
+        "order-to-nowhere: unpacked",
+        "order-to-nowhere: refunded",
+        "order-to-nowhere: failed; its shipment: failed",
+        "order-unpaid: charged",
+        "order-unpaid: packed",
+        "parcel of order-unpaid: called back",
+        "order-unpaid: refunded",
+        "order-unpaid: failed; its shipment: completed",
+    ]
 
 
 def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dramatiq_saga import get_flow
 from tests.processes import kill_app
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
@@ -489,3 +490,83 @@ def test_a_redelivery_while_the_first_copy_still_runs_changes_nothing(
     done = wide_street.all("SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'action.completed'", run)
     assert done == [(1,)]
     assert busy.running
+
+
+# --- between a park and its retry -------------------------------------------------------------------------------------
+
+#: point -> how often the body runs in the cycle that the point is in
+PARK_POINTS = {"failure recorded:pay": 1, "outcome written:pay": 1, "outcome committed:pay": 1}
+RETRY_POINTS = {
+    "reserved:patient": 1,
+    "decision written": 1,
+    "decision committed": 1,
+    "claimed:pay": 1,
+    "in body:pay": 2,
+    "outcome written:pay": 2,
+}
+
+
+def keys(effects: EffectLog, run: str, cycle: int) -> int:
+    """How often the body was called in a cycle: each has a key of its own (FENCE-4)."""
+    return sum(1 for entry in effects.entries("pay") if entry["key"] == f"{run}:1:{cycle}")
+
+
+def park_and_retry(street: Street, effects: EffectLog, *, park: str | None = None, retry: str | None = None) -> str:
+    """A run whose step is parked and run again by a signal, with a worker killed at one of the two."""
+
+    def parked() -> bool:
+        return [status for _, status, _ in street.steps(run)] == ["awaiting_retry"]
+
+    first = street.worker(die_at=park)
+    run: str = street.shop.patient.send("order").id
+    if park is not None:
+        eventually(lambda: effects.count("killed"), because=f"a worker dies at {park!r}")
+        first.wait()
+        first = street.worker()
+    eventually(parked, 40, because="the step is parked")
+    first.terminate()
+    assert street.status(run) == "waiting"
+    effects.record("topped up")
+    get_flow(run, broker=street.shop.broker).signal("top-up")
+    if retry is not None:
+        second = street.worker(die_at=retry)
+        eventually(lambda: effects.count("killed"), because=f"a worker dies at {retry!r}")
+        second.wait()
+    street.worker()
+    street.wait_ended(run)
+    return run
+
+
+def check_retried(street: Street, effects: EffectLog, run: str, bodies: tuple[int, int]) -> None:
+    assert street.status(run) == "completed"
+    assert [keys(effects, run, cycle) for cycle in (0, 1)] == list(bodies)
+    assert street.all("SELECT status, cycle FROM {action_runs} WHERE run_id = ?", run) == [("completed", 1)]
+    assert street.all("SELECT status FROM {waits} WHERE run_id = ?", run) == [("consumed",)]
+    assert street.all("SELECT status FROM {signals} WHERE run_id = ?", run) == [("consumed",)]
+    told = [kind for (kind,) in street.all("SELECT type FROM {flow_events} WHERE run_id = ? ORDER BY id", run)]
+    assert [kind for kind in told if "retr" in kind] == ["action.awaiting_retry", "action.retried"]
+
+
+@pytest.mark.parametrize("point", PARK_POINTS)
+def test_a_worker_killed_while_it_parks_a_step_leaves_it_parked_once(street: Street, effects: EffectLog, point: str) -> None:
+    """RSIG-1, FENCE-3: the failure is not forgotten, the body is not called again, and the signal finds one wait."""
+    run = park_and_retry(street, effects, park=point)
+    check_retried(street, effects, run, (PARK_POINTS[point], 1))
+
+
+@pytest.mark.parametrize("point", RETRY_POINTS)
+def test_a_worker_killed_between_the_signal_and_the_retry_costs_no_cycle(
+    street: Street, effects: EffectLog, point: str
+) -> None:
+    """RSIG-1, DRIVE-2: the signal is spent once, and the step runs again once whoever drives."""
+    run = park_and_retry(street, effects, retry=point)
+    check_retried(street, effects, run, (1, RETRY_POINTS[point]))
+
+
+@pytest.mark.parametrize(("park", "retry"), [("outcome committed:pay", None), (None, "decision committed")])
+def test_a_worker_killed_around_a_park_on_many_machines(
+    wide_street: Street, effects: EffectLog, park: str | None, retry: str | None
+) -> None:
+    """RSIG-1, DRIVE-3: rows in PostgreSQL, queue in Redis; a message that never left is sent by the redelivery."""
+    run = park_and_retry(wide_street, effects, park=park, retry=retry)
+    check_retried(wide_street, effects, run, (1, 1))

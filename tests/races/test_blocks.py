@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from dramatiq_saga import Settings
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import signals
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import HistoryMismatchError
+from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench
 from tests.support.bench import Background, Bench
@@ -26,6 +30,7 @@ class Fan:
         self.bodies: dict[int, Callable[[], Any]] = {}
         self.size = 3
         self.alone = False
+        self.retried: set[int] = set()  # members that a signal runs again
         self.shape: Callable[[Any], Any] = lambda block: block
 
     def declare(self, bench: Bench) -> None:
@@ -49,6 +54,8 @@ class Fan:
                 flow.action(actors["member"], number).compensate_with(actors["undo"], number)
                 for number in range(1, self.size + 1)
             ]
+            for number in self.retried:
+                members[number - 1].retry_on_signal("go")
             return flow.run(actors["after"], self.shape(flow.parallel(*members)).run())
 
         bench.workflow(fan)
@@ -435,6 +442,85 @@ def test_a_cancelled_run_cancels_its_members_and_ends_its_block(bench: MakeBench
     assert fan.ran == []
 
 
+# --- members that wait for a signal ----------------------------------------------------------------------------------
+
+
+def give_up(worker: Bench, message: Any) -> None:
+    worker.runner.give_up(worker.deliver(message))
+
+
+def waits(worker: Bench, run: str) -> list[tuple[Any, ...]]:
+    return worker.all("SELECT sequence, status FROM {waits} WHERE run_id = ? ORDER BY sequence", run)
+
+
+def test_a_parked_member_is_cancelled_with_its_wait_when_its_block_fails(bench: MakeBench, fan: Fan) -> None:
+    """PAR-4, RSIG-2: a signal that comes later finds nobody waiting for it."""
+    worker = bench()
+    fan.retried, fan.bodies = {1}, {1: fails("later"), 2: fails("for good")}
+    run, members = begin(worker)
+    give_up(worker, members[0])
+    assert worker.steps(run)[0] == ("member", "awaiting_retry")
+    assert worker.status(run) == "running"
+    give_up(worker, members[1])
+    assert worker.steps(run) == [("member", "cancelled"), ("member", "failed"), ("member", "cancelled")]
+    assert waits(worker, run) == [(2, "cancelled")]
+    worker.run()
+    assert worker.status(run) == "failed"
+
+
+def test_a_member_that_fails_after_its_block_is_not_parked(bench: MakeBench, fan: Fan) -> None:
+    """PAR-4, RSIG-2: it ran when the others were cancelled; no further try means no signal either."""
+    worker, other = bench(), bench()
+    fan.retried, fan.bodies = {1}, {1: fails("too late"), 2: fails("for good")}
+    run, members = begin(worker)
+    stop = other.stop("failed try")
+    trying = Background(lambda: other.deliver(members[0]))
+    stop.wait_reached()
+    give_up(worker, members[1])
+    worker.run()
+    stop.go()
+    trying.result()
+    other.run()
+    assert worker.status(run) == "failed"
+    assert worker.steps(run)[0] == ("member", "failed")
+    assert waits(worker, run) == []
+
+
+def test_a_block_waits_for_its_parked_member_alone_and_goes_on_with_its_signal(bench: MakeBench, fan: Fan) -> None:
+    """RSIG-1, PAR-2: the run is waiting once nothing but the parked member is open, and the signal runs that member again."""
+    worker = bench()
+    fan.retried, fan.bodies = {1}, {1: fails("once")}
+    run, members = begin(worker)
+    give_up(worker, members[0])
+    worker.deliver(members[1])
+    assert worker.status(run) == "running"
+    worker.deliver(members[2])
+    assert worker.status(run) == "waiting"
+    assert worker.messages == []
+    del fan.bodies[1]
+    signals.send(worker.engine, signals.Signal(run, "go", b"null"), worker.sender)
+    worker.run()
+    assert worker.status(run) == "completed"
+    assert fan.ran == [1, 2, 3, 1, "after"]
+
+
+def test_a_parked_member_leaves_its_place_to_one_that_is_held_back(bench: MakeBench, fan: Fan) -> None:
+    """PAR-1, RSIG-1: it is neither waiting for a worker nor running."""
+    worker = bench()
+    fan.retried, fan.bodies, fan.shape = {1}, {1: fails("once")}, lambda block: block.max_in_flight(1)
+    run, members = begin(worker)
+    give_up(worker, members[0])
+    assert [message.sequence for message in worker.messages] == [3]
+    worker.deliver(worker.take())
+    assert [message.sequence for message in worker.messages] == [4]
+    worker.run()
+    assert worker.status(run) == "waiting"
+    del fan.bodies[1]
+    signals.send(worker.engine, signals.Signal(run, "go", b"null"), worker.sender)
+    worker.run()
+    assert worker.status(run) == "completed"
+
+
 # --- members that are held back --------------------------------------------------------------------------------------
 
 
@@ -503,6 +589,21 @@ def test_a_member_that_a_drive_alone_sees_end_makes_room_too(bench: MakeBench, f
     worker.run()
     assert worker.status(run) == "failed"
     assert sorted(fan.ran) == [-5, -4, -3, -2, 2, 3, 4, 5]
+
+
+def test_a_member_that_was_let_go_is_not_taken_for_lost_at_once(bench: MakeBench, fan: Fan, clock: ManualClock) -> None:
+    """DOCTOR-1, PAR-1: its row is as old as its block; what counts is when it was let go."""
+    fan.shape = lambda block: block.max_in_flight(1)
+    worker = bench(settings=Settings.from_mapping({"repair.enabled": True, "repair.grace_seconds": 60}))
+    _, members = begin(worker)
+    clock.advance(3600)
+    worker.deliver(members[0])
+    assert [message.sequence for message in worker.messages] == [3]
+    clock.advance(59)
+    assert sweep(worker.engine, worker.sender).repair.steps == 0
+    clock.advance(1)
+    assert sweep(worker.engine, worker.sender).repair.steps == 1
+    assert [message.sequence for message in worker.messages] == [3, 3]
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

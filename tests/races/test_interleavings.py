@@ -975,7 +975,7 @@ def test_an_unknown_write_settles_by_its_token(bench: MakeBench, shop: Shop, wri
 
     shop.bodies |= {"reserve": reserve, "ship": ship, "number": lambda order: 7}
     if write == "outcome":
-        worker.engine.drives = lambda workflow: False  # type: ignore[method-assign]
+        worker.engine.drives = lambda workflow, queue: False  # type: ignore[method-assign]
     worker.fail(write, happened=happened)
     workflow = "lucky" if write == "side effect" else "checkout"
     run = worker.start(workflow, "42")
@@ -1215,7 +1215,7 @@ def test_writers_of_one_run_never_deadlock(
 
     workers = [Background(lambda number=number: work(number)) for number in range(8)]  # type: ignore[misc]
     eventually(lambda: shop.count("charge") > size)
-    runs.cancel(driver.engine, run)
+    runs.cancel(driver.engine, run, driver.sender)
     for background in workers:
         background.result()
     assert seen == []

@@ -39,10 +39,10 @@ SAMPLE = 30
 class Line:
     """One worker's thread and its queue, worked by hand on a real database: the code is Dramatiq's, and the thread is this one."""
 
-    def __init__(self, make_broker: Callable[[ManualClock], DatabaseBroker]) -> None:
+    def __init__(self, make_broker: Callable[[ManualClock], DatabaseBroker], *, settings: Settings | None = None) -> None:
         self.clock = ManualClock()
         self.broker = make_broker(self.clock)
-        self.middleware = SagaMiddleware(settings=Settings())
+        self.middleware = SagaMiddleware(settings=settings or Settings())
         self.broker.add_middleware(self.middleware)
         self.ran: list[str] = []
         self.trouble: set[str] = set()

@@ -324,6 +324,102 @@ def test_a_callback_that_meets_a_running_undo_ends_its_level(bench: MakeBench, t
     assert ended(other, run) == ("cancelled", "halted")
 
 
+@every_database
+def test_the_undos_of_a_level_go_out_as_a_group_whose_callback_is_a_second_trigger(bench: MakeBench, trip: Trip) -> None:
+    """PAR-1, PAR-3, C16: a level of one is no group; a callback in its time changes nothing, and one of a level that is over neither."""
+    worker = bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    alone = worker.take()
+    assert alone.group is None
+    worker.deliver(alone)
+    members = [worker.take(), worker.take()]
+    assert {member.group for member in members} == {members[0].group}
+    assert members[0].group is not None
+    assert (members[0].group.size, members[0].group.level) == (2, 1)
+    callback = worker.callback(members[0])
+    for member in members:
+        worker.deliver(member)
+    for _ in range(2):
+        assert worker.deliver(callback) is None
+    assert [outgoing.sequence for outgoing in worker.messages] == [1]
+    worker.run()
+    worker.deliver(callback)
+    assert ended(worker, run) == ("cancelled", "done")
+    assert trip.undone == [4, 3, 2, 1]
+
+
+def test_a_callback_sends_what_a_crash_has_left_unsent(bench: MakeBench, trip: Trip) -> None:
+    """PAR-1, COMP-1: the outcome of the last undo is recorded, and its worker is gone before the next level is sent."""
+    first, second = bench(), bench()
+    run = booked(first)
+    assert first.compensate(run)
+    first.deliver(first.take())
+    members = [first.take(), first.take()]
+    stop, dies = second.stop("undo outcome"), second.stop("advance")
+    finishing = Background(lambda: second.deliver(members[1]))
+    stop.wait_reached()
+    first.deliver(members[0])
+    stop.go()
+    dies.wait_reached()
+    first.deliver(first.callback(members[0]))
+    assert [outgoing.sequence for outgoing in first.messages] == [1]
+    dies.go()
+    finishing.result()
+    assert second.messages == []
+
+
+@every_database
+def test_a_callback_and_the_last_undo_of_a_level_at_once(bench: MakeBench, trip: Trip) -> None:
+    """PAR-3, COMP-4: it finds the undo at work and ends the level; the report that comes meanwhile is recorded, once."""
+    worker, other = bench(), bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    worker.deliver(worker.take())
+    members = [worker.take(), worker.take()]
+    worker.deliver(members[0])
+    door = trip.undoing[members[1].sequence] = Door()
+    slow = Background(lambda: worker.deliver(members[1]))
+    door.wait()
+    stop = other.stop("undo outcome")  # of the undo that is to be left behind
+    closing = Background(lambda: other.deliver(other.callback(members[0])))
+    stop.wait_reached()
+    door.open()
+    slow.result()
+    stop.go()
+    closing.result()
+    assert states(worker, run)[members[1].sequence] == "completed"
+    assert ended(worker, run) == ("rolling_back", "running")
+    assert len(worker.messages) + len(other.messages) == 1
+    worker.run()
+    other.run()
+    assert ended(worker, run) == ("cancelled", "done")
+    assert trip.undone == [4, 3, 2, 1]
+
+
+def test_a_refused_report_is_not_counted_towards_its_level(bench: MakeBench, trip: Trip) -> None:
+    """COMP-8, PAR-3: Dramatiq would send the callback of a group that was given up long ago, and end the level that was resumed."""
+    worker, other = bench(), bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    worker.deliver(worker.take())
+    members = {outgoing.sequence: outgoing for outgoing in (worker.take(), worker.take())}
+    slow = trip.undoing[2] = Door()
+    straggling = worker.message(members[2])
+    straggler = Background(lambda: worker.deliver(straggling))
+    slow.wait()
+    counted = other.message(members[3])
+    other.deliver(counted)
+    other.deliver(other.callback(members[3]))
+    assert ended(other, run) == ("cancelled", "halted")
+    assert resume(other, run)
+    slow.open()
+    straggler.result()
+    assert worker.codes() == ["outcome_rejected"]
+    assert "group_completion_callbacks" in counted.options
+    assert "group_completion_callbacks" not in straggling.options
+
+
 def test_a_callback_that_comes_early_keeps_a_level_open_that_has_work_to_come(bench: MakeBench, trip: Trip) -> None:
     """PAR-3, PAR-2: nothing of the level is at work, so the counter is simply wrong; the rows decide."""
     worker = bench()

@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals
+from dramatiq_saga.engine import runs, signals, undoing
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -47,12 +47,13 @@ WRITES = {
     "decision": "_drive_once.<locals>.operation",
     "side effect": "_Recorder.__call__.<locals>.operation",
     "hold": "hold.<locals>.operation",
-    "cancel": "_end_cancelled.<locals>.operation",
+    "cancel": "_end_once.<locals>.operation",
     "plan": "_enter.<locals>.operation",
     "undo outcome": "settle.<locals>.operation",
     "resume": "_resume_once.<locals>.operation",
     "advance": "_advance_once.<locals>.operation",
     "release": "_release.<locals>.part.<locals>.operation",
+    "signal retry": "answer_all.<locals>.operation",
     "start": "start.<locals>.operation",
     "signal": "send.<locals>.operation",
 }
@@ -240,6 +241,8 @@ class Bench:
             what = self.message(what)
         delivery = Delivery(what)
         if delivery.job is None:
+            if delivery.level is not None:
+                return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)
             if delivery.group is not None and not self.runner._called_back(delivery):
                 return None
             return drives.drive(self.engine, delivery.run_id, self.sender)
@@ -262,7 +265,7 @@ class Bench:
         raise AssertionError(f"still not finished after {limit} messages")
 
     def cancel(self, run_id: str) -> bool:
-        return runs.cancel(self.engine, run_id)
+        return runs.cancel(self.engine, run_id, self.sender)
 
     def compensate(self, run_id: str) -> bool:
         return runs.compensate(self.engine, run_id, self.sender)

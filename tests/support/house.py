@@ -39,9 +39,9 @@ MODULES = {
     "foundation": "errors statuses settings clock codec encoder context views",
     "events": "events",
     "locks": "locks",
-    "flow": "flow builders groups advice options coroutines",
+    "flow": "flow builders child_builder groups advice options coroutines retry_policy",
     "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
-    "operations": "operations reports",
+    "operations": "operations reports report_entries",
 }
 
 #: package from elsewhere -> where it may be imported (rooms, or files). What is not listed may be imported anywhere.

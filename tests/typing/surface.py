@@ -18,6 +18,7 @@ from dramatiq_saga import (
     Flow,
     FlowHandle,
     FlowQuery,
+    RetryPolicy,
     Settings,
     Step,
     Workflow,
@@ -96,6 +97,19 @@ def options_keep_the_type(flow: Flow) -> None:
     )
     assert_type(built.run(), int)
     flow.action(count, "a").expires_in("soon")  # type: ignore[arg-type]
+
+
+def retried_steps(flow: Flow) -> None:
+    assert_type(flow.action(count, "a").retry_on_signal("go", max_retries=1, only=ValueError).run(), int)
+    policy = RetryPolicy(
+        "go", wait_seconds=timedelta(days=3), only=[ValueError, KeyError], when=lambda context: context.cap is None
+    )
+    assert_type(flow.optional_action(count, "a").retry_on_signal(policy).run(), int | None)
+    assert_type(flow.action(count, "a").retry_on_signal(policy).fallback_value_on_fail("none").run(), int | str)
+
+    flow.action(count, "a").retry_on_signal("go", only=int)  # type: ignore[arg-type]
+    flow.action(count, "a").retry_on_signal("go", when=lambda: True)  # type: ignore[arg-type, misc]
+    RetryPolicy("go", max_retries="1")  # type: ignore[arg-type]
 
 
 def optional_steps(flow: Flow) -> None:
@@ -181,6 +195,19 @@ def without_a_flow() -> None: ...
 
 @workflow(nmae="typo")  # type: ignore[call-overload, untyped-decorator]
 def misspelt(flow: Flow) -> None: ...
+
+
+def children(flow: Flow) -> None:
+    """CHILD-1, CHILD-2."""
+    assert_type(flow.child(checkout, "a", express=True).run(), dict[str, str])
+    assert_type(flow.child(checkout, "a").close_policy("cancel").continue_on_failure().run(), dict[str, str] | None)
+    assert_type(flow.child(checkout, "a").compensate_with(refund, "a").run(), dict[str, str])
+    assert_type(flow.child(checkout, "a").compensate_with(lambda done: refund.message(done["id"])).run(), dict[str, str])
+    assert_type(flow.parallel(flow.child(checkout, "a"), flow.action(count, "a")).run(), list[dict[str, str] | int])
+    flow.child(checkout)  # type: ignore[call-arg]
+    flow.child(checkout, 1)  # type: ignore[arg-type]
+    flow.child(count, "a")  # type: ignore[arg-type]
+    flow.child(checkout, "a").compensate_with(refund)  # type: ignore[arg-type]
 
 
 def runs() -> None:

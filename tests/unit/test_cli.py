@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -59,6 +60,21 @@ def checkout(flow: Flow, order: str, express: bool = False):
 
 @workflow
 def restock(flow: Flow): flow.run(mail, "all")
+
+@workflow
+def newsletter(flow: Flow):
+    flow.action(mail, "all").retry_on_signal("paper", max_retries=1, wait_seconds=3600).run()
+
+@workflow
+def varied(flow: Flow):
+    flow.side_effect("rate", lambda: {"EUR": 1.5})
+    flow.patched("new-price")
+    flow.parallel(flow.action(mail, "a"), flow.action(mail, "b")).run()
+    flow.sleep(3600)
+
+@workflow
+def wide(flow: Flow, count: int):
+    flow.parallel(*(flow.action(ship, number) for number in range(count))).max_in_flight(2).run()
 """
 
 
@@ -432,7 +448,7 @@ def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: S
 
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
-    assert "it declares checkout, restock" in shop("send", "xyz").err
+    assert "it declares checkout, newsletter, restock, varied" in shop("send", "xyz").err
     assert shop("send", "charge").status == 1  # an actor is no workflow
     name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
                       "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip
@@ -480,6 +496,20 @@ def test_bad_usage_ends_with_2(shop: Shop, arguments: list[str]) -> None:
 )
 def test_what_is_no_command_ends_with_2(shop: Shop, arguments: list[str]) -> None:
     assert shop(*arguments).status == 2
+
+
+def test_send_gives_a_context_where_none_can_be_captured(shop: Shop) -> None:
+    """CTX-1: refused with the way out, not sent without."""
+    name = shop.write(
+        SHOP.replace("base=Settings.from_mapping({", 'base=Settings.from_mapping({"context.capture": lambda: plan["tenant"], ')
+    )
+    refused = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]')
+    assert (refused.status, refused.out) == (1, "")
+    assert "context cannot be captured here (KeyError: 'tenant'): give it with --context" in refused.err
+    sent = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", '{"tenant": 7}')
+    assert sent.status == 0, sent.err
+    assert shop.sql("SELECT context FROM saga_flow_runs") == [(b'{"tenant":7}',)]
+    assert shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", "acme").status == 1
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -544,6 +574,56 @@ def test_show_tells_a_halted_rollback_and_what_was_not_undone(shop: Shop) -> Non
     assert "rollback   halted: what follows the failed undo was not undone" in shown
     assert "undo by refund: failed for good after 1 try" in shown
     assert "(undoing halted)" in shop("list").out
+
+
+def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the function asked for, in its order; payloads as previews (SAFE-2)."""
+    run = get_flow(shop("send", "varied").out.strip(), broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop.sql(
+        "INSERT INTO saga_signals (run_id, name, status, received_at, payload) VALUES (?, 'paid', 'received', 0, CAST('[7]' AS BLOB))",
+        run.id,
+    )
+    shown = shop("show", run.id)
+    begin = shown.lines.index("")
+    titles = [re.split(" {2,}", line[4:].strip())[0] for line in shown.lines[begin + 1 :] if line[:4].strip()]
+    assert titles == ["side effect rate", "version gate new-price", "parallel of 2", "mail", "mail", "timer"]
+    assert '      value {"EUR":1.5}' in shown.lines
+    assert "passed: this run goes the new way" in shown.out
+    assert "signal     paid [7] came at 1970-01-01 00:00:00.000Z; nothing has waited for it yet" in shown.lines
+    timer = shown.lines[-1]
+    assert timer.startswith("   6  timer") and "waits until " in timer and timer.endswith("s)")
+    value = shop("show", run.id, "--json").value
+    assert [(entry["sequence"], entry["kind"], entry["status"]) for entry in value["entries"]] == [
+        (1, "side effect", "recorded"),
+        (2, "version gate", "recorded"),
+        (3, "parallel", "ended"),
+        (6, "timer", "waiting"),
+    ]
+    assert value["signals"] == [{"name": "paid", "payload": "[7]", "received_at": "1970-01-01T00:00:00.000Z"}]
+    settings(shop, monkeypatch, {"history.store_payloads": "off"})
+    hidden = shop.plainly("--database", "shop.db", "show", run.id)
+    assert "EUR" not in hidden.out and "[7]" not in hidden.out and "side effect rate" in hidden.out
+
+
+def test_show_tells_how_the_members_of_a_block_stand(shop: Shop) -> None:
+    """PAR-1: members stand under their block; of a large one only those that have something to say, unless all are asked for."""
+    runs = [get_flow(shop("send", "wide", "--args", f"[{count}]").out.strip(), broker=shop.module.broker) for count in (3, 30)]
+    shop.plan(ship=fail)
+    shop.work_until(lambda: all([step.status for step in run.actions()].count("failed") == 2 for run in runs))
+    small, large = (shop("show", run.id) for run in runs)
+    assert any(re.match("   1  parallel of 3  running since .*: 2 between tries, 1 held back$", line) for line in small.lines)
+    assert "      at most 2 at a time" in small.lines
+    assert "   4    ship         held back: its turn comes when another member of its block has ended" in small.lines
+    assert "      28 members are not shown: completed, cancelled or not begun (--all shows them)" in large.lines
+    assert sum("  ship  " in line for line in large.lines) == 2
+    assert sum("  ship  " in line for line in shop("show", runs[1].id, "--all").lines) == 30
+    members = shop("show", runs[0].id, "--json").value["steps"]
+    assert [(step["block"], step["position"], step["held_back"]) for step in members] == [
+        (1, 0, False),
+        (1, 1, False),
+        (1, 2, True),
+    ]
 
 
 def test_show_tells_what_holds_a_run(shop: Shop) -> None:
@@ -902,6 +982,68 @@ def test_json_is_ascii_that_no_terminal_acts_on() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}
+
+
+# --- what is parked --------------------------------------------------------------------------------------------------
+
+
+def parked(shop: Shop) -> FlowHandle[Any]:
+    """A run whose step has failed and waits for a signal."""
+    run_id = shop("send", "newsletter").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.status == "waiting")
+    return run
+
+
+def test_show_says_which_signal_a_parked_step_waits_for_and_what_it_has_spent(shop: Shop) -> None:
+    """RSIG-1, RSIG-3: the signal, the deadline, the budget; and later why no signal runs it again."""
+    run = parked(shop)
+    shown = shop("show", run.id).out
+    assert re.search(r"mail +awaiting retry: waits for signal paper until \S+ \S+Z \(in .+\); 0 of 1 used so far", shown)
+    assert r"ValueError: no \x1b[31mtruck\u202e" in shown
+    [step] = shop("show", run.id, "--json").value["steps"]
+    known = {"signal": "paper", "spent": 0, "cap": 1, "waiting": True, "over": None}
+    assert known.items() <= step["retry_on_signal"].items()
+    assert step["retry_on_signal"]["due_at"] is not None
+
+    assert shop("signal", run.id, "paper").status == 0
+    shop.work_until(lambda: run.status == "failed")
+    shown = shop("show", run.id, "--events").out
+    assert "failed for good after 1 try" in shown
+    assert "not run again by signal paper: the signals that might have run it again are used up" in shown
+    assert re.search(r"action.awaiting_retry +1 +mail +1? +paper", shown)
+    assert shop("show", run.id, "--json").value["steps"][0]["retry_on_signal"]["over"] == "spent"
+
+
+def test_list_finds_runs_by_the_signal_that_they_wait_for(shop: Shop) -> None:
+    """RSIG-1, API query(awaiting_signal, awaiting_retry_signal, signalable)."""
+    run = parked(shop)
+    other = shop.start()
+    assert [line["run_id"] for line in shop("list", "--awaiting-retry-signal", "paper", "--json").value] == [run.id]
+    assert shop("list", "--awaiting-retry-signal", "ink").out == "no runs match\n"
+    assert shop("list", "--awaiting-signal", "paper").out == "no runs match\n"
+    assert {line["run_id"] for line in shop("list", "--signalable", "--json").value} == {run.id, other.id}
+    run.cancel()
+    assert [line["run_id"] for line in shop("list", "--signalable", "--json").value] == [other.id]
+    refused = shop("list", "--awaiting-signal", "")
+    assert refused.status == 1
+    assert "a signal's name has between 1 and 191 characters" in refused.err
+
+
+def test_signal_retry_runs_again_what_is_parked_and_says_what(shop: Shop) -> None:
+    """RSIG-1: without the signal's name; refused, with the reason, where nothing is parked."""
+    run = parked(shop)
+    done = shop("signal-retry", run.id)
+    assert done.lines == [f"run {run.id}: what was parked runs again", "  step 1 (mail), by signal paper"]
+    again = shop("signal-retry", run.id)
+    assert again.status == 1
+    assert "no step or child of it waits for a signal to be retried" in again.err
+    shop.plan(mail=lambda *_: "sent")
+    shop.work_until(lambda: run.status == "completed")
+    assert "run again by signal paper 1 time" in shop("show", run.id).out
+    assert shop("signal-retry", run.id).status == 1
+    assert shop("signal-retry", "no-such-run").status == 1
 
 
 # --- prune -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from dramatiq_saga import Flow, FlowFailedError, FlowHandle, ResultTimeout, get_flow, query
 from tests.support.application import Application, Applications
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -61,6 +62,65 @@ def test_a_search_is_narrowed_without_changing_the_wider_one(app: Application) -
     assert narrow.first() == handle
     assert wide.where(status="completed").count() == 0
     assert wide.where(workflow="other").first() is None
+
+
+def test_narrowing_keeps_every_condition_that_was_there(app: Application) -> None:
+    """API where(): the new beside the old; what excludes each other finds nothing."""
+    one, two = (app.workflow(lambda flow: None, name=name) for name in ("one", "two"))
+    runs = [
+        one.send_with_options(tags={"n": "1"}),
+        two.send_with_options(tags={"n": "2"}),
+        one.send_with_options(tags={"n": "3"}),
+    ]
+    runs[0].cancel()
+    everything = query(broker=app.broker)
+    assert everything.where(status="pending").count() == 2
+    assert everything.where(status=["pending", "cancelled"]).where(status=["cancelled", "failed"]).first() == runs[0]
+    assert everything.where(status="pending").where(status="cancelled").count() == 0
+    assert list(everything.where(workflow=one).where(workflow="two")) == []
+    assert everything.where(workflow="one").where(workflow=one).count() == 2
+    assert list(everything.where(tags={"n": 1}).where(tags={"n": 2})) == []
+    assert everything.where(signalable=True).where(signalable=False).first() is None
+    assert len(list(everything.where(limit=1).where(limit=5))) == 1
+    moments = [datetime.fromtimestamp(number, UTC) for number in (1, 2, 3)]
+    narrow = everything.where(before=moments[2], after=moments[0]).where(before=moments[1]).where(after=moments[1])
+    assert (narrow.before, narrow.after) == (2000, 2000)
+    assert everything.count() == 3
+
+
+def test_runs_are_found_by_the_signal_that_a_step_of_theirs_is_parked_for(app: Application) -> None:
+    """RSIG-1, API awaiting_retry_signal: every one of them, by name; a wait of another kind is none."""
+    charge = app.step("charge", raises=ValueError("declined"))
+
+    @app.workflow
+    def order(flow: Flow) -> None:
+        flow.action(charge).retry_on_signal("top-up").run()
+
+    @app.workflow
+    def approve(flow: Flow) -> None:
+        flow.await_signal("top-up")
+
+    app.start()
+    parked, waits = order.send(), approve.send()
+    eventually(lambda: parked.status == "waiting" and waits.status == "waiting")
+    assert list(query(awaiting_retry_signal="top-up", broker=app.broker)) == [parked]
+    assert list(query(awaiting_signal="top-up", broker=app.broker)) == [waits]
+    assert query(awaiting_retry_signal="another", broker=app.broker).count() == 0
+    assert query(awaiting_retry_signal="top-up", broker=app.broker).where(awaiting_signal="top-up").count() == 0
+    parked.cancel()
+    assert query(awaiting_retry_signal="top-up", broker=app.broker).first() is None
+    with pytest.raises(TypeError, match="a signal's name is text"):
+        query(awaiting_retry_signal=3, broker=app.broker)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("condition", ["awaiting_signal", "awaiting_retry_signal"])
+def test_a_search_for_who_waits_does_not_look_at_finished_runs(applications: Applications, condition: str) -> None:
+    """C56: open waits by their name, live runs by theirs; what has ended costs nothing."""
+    app = applications("sqlite")
+    where, parameters = query(broker=app.broker, **{condition: "top-up"})._where()
+    plan = [row[3] for row in app.sql(f"EXPLAIN QUERY PLAN SELECT r.id FROM {{flow_runs}} r WHERE {where}", *parameters)]
+    assert any("saga_wait_name" in step for step in plan), plan
+    assert not any(step == "SCAN r" for step in plan), plan
 
 
 def test_moments_bound_a_search(app: Application) -> None:

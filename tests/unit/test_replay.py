@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dramatiq_saga import Flow, Settings, StepFailedError
-from dramatiq_saga.codec import describe_error, encode, freeze
+from dramatiq_saga.codec import describe_error, encode, freeze, load_error
 from dramatiq_saga.engine.replay import HoldRun, NeedsRecording, Replay, current_replay, replay, with_outcome
 from dramatiq_saga.engine.rows import Decision, Entry, SideEffectEntry, Snapshot, StepEntry
-from dramatiq_saga.errors import HistoryMismatchError
+from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError
 
 NAMES = ("a", "b", "c", "undo")
 
@@ -267,6 +267,31 @@ def test_two_walks_of_one_history_give_one_decision(program: list[str], data: st
         expected.append(value)
     assert first.kind == "completed"
     assert json.loads(first.result or b"")[: len(expected)] == expected
+
+
+def test_an_error_that_comes_up_while_builders_are_made_fails_the_run_with_that_error(actors: dict[str, Any]) -> None:
+    """DRIVE-5: the builders that it leaves behind were not forgotten, and must not hide it."""
+
+    def function(flow: Flow) -> Any:
+        return flow.parallel(*[flow.action(actors["a"], size / (2 - size)) for size in (1, 2)]).run()
+
+    decision = walk(function, [])
+    assert (decision.kind, load_error(decision.error or "")["type"]) == ("failed", "builtins.ZeroDivisionError")
+
+
+def test_a_builder_that_was_forgotten_holds_the_run_whatever_the_function_makes_of_it(actors: dict[str, Any]) -> None:
+    """BuilderNotRunError, learnt at the next use of the flow and turned into another error there."""
+
+    def function(flow: Flow) -> Any:
+        flow.action(actors["a"])
+        try:
+            flow.run(actors["b"])
+        except Exception:
+            raise ValueError("something else") from None
+
+    with pytest.raises(HoldRun) as caught:
+        walk(function, [])
+    assert isinstance(caught.value.error, BuilderNotRunError)
 
 
 def test_an_outcome_is_put_into_a_copy_of_the_history(actors: dict[str, Any]) -> None:

@@ -271,6 +271,33 @@ def test_a_message_that_is_no_step_is_dramatiqs_affair(lite: Application) -> Non
     assert app.calls == [(1, None)]
 
 
+def test_an_async_step_may_look_whether_it_is_still_wanted(app: Application) -> None:
+    """API ``current_step().cancelled``: from the loop's thread, and from one beside it."""
+    begun, cancelled = threading.Event(), threading.Event()
+
+    @app.actor
+    async def step() -> None:
+        here = current_step()
+        assert here is not None
+        app.calls.append(here.cancelled)
+        begun.set()
+        await asyncio.to_thread(cancelled.wait, 20)
+        app.calls.append(await asyncio.to_thread(lambda: here.cancelled))
+
+    @app.workflow
+    def one(flow: Flow) -> None:
+        flow.run(step)
+
+    with app.working():
+        handle = one.send()
+        assert begun.wait(20)
+        assert handle.cancel()
+        cancelled.set()
+        eventually(lambda: len(app.calls) == 2, because="the step has looked again")
+        app.drain()
+    assert app.calls == [False, True]
+
+
 def test_a_step_that_sends_messages_from_its_coroutine_sends_them(lite: Application) -> None:
     app = lite
     note = app.step("note")

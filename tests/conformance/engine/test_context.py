@@ -275,8 +275,9 @@ def test_a_capture_that_raises_is_the_callers_error(applications: Applications) 
     @app.workflow
     def order(flow: Flow) -> None: ...
 
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError) as raised:
         order.send()
+    assert "captures a run's context" in raised.value.__notes__[0]
     with pytest.raises(LookupError):
         order.run_sync()
     assert app.sql("SELECT COUNT(*) FROM {flow_runs}") == [(0,)]
@@ -303,6 +304,28 @@ def test_a_workflows_own_context_stands_in_for_the_settings(own: Any, applicatio
     assert seen == ["gold"]
     plain.run_sync()
     assert seen == ["gold", None]
+
+
+def test_the_call_that_sends_may_give_the_context_itself(applications: Applications) -> None:
+    """In place of the workflow's own and of what would be captured, which is not asked."""
+    app = applications("sqlite", settings=context(capture=lambda: 1 / 0, restore=tenant.set))
+
+    @app.workflow
+    def order(flow: Flow) -> Any:
+        return [flow.context, tenant.get()]
+
+    @app.workflow(context="gold")
+    def gold(flow: Flow) -> Any:
+        return [flow.context, tenant.get()]
+
+    with app.working():
+        for declared in (order, gold):
+            handle = declared.send_with_options(context="red")
+            app.ended(handle)
+            assert handle.result() == ["red", "red"]
+        nothing = order.send_with_options(context=None)
+        app.ended(nothing)
+        assert nothing.result() == [None, None]
 
 
 def test_a_run_that_took_nothing_along_has_nothing_restored(applications: Applications) -> None:

@@ -238,8 +238,6 @@ class Chaos:
 
     def answer(self, run: FlowHandle[Any]) -> None:
         """Send a run the signals that it waits for."""
-        if not hasattr(run, "signal"):
-            return
         names = self.store.read(
             lambda tx: tx.all(
                 "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND name IS NOT NULL", (run.id,)
@@ -260,7 +258,31 @@ class Chaos:
                 self.answer(run)
             return not live and not self._rolling_back()
 
-        eventually(ended, DEADLINE * 9, interval=0.2, because="every run ends")
+        try:
+            eventually(ended, DEADLINE * 4, interval=0.2, because="every run ends")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.stuck()}") from None
+
+    def stuck(self) -> str:
+        """What is known of the runs that have not ended."""
+        runs = self._read(
+            "SELECT id, status, rollback, revision, wakes, wakes_seen, hold_error, parent_id, close_request, args FROM {flow_runs} "
+            "WHERE ended_at IS NULL OR rollback = 'running'"
+        )
+        told = []
+        for run in runs[:5]:
+            told.append(f"run {run}")
+            for table in ("action_runs", "compensation_runs", "children", "waits", "blocks"):
+                told += [f"  {table}: {row[1:24]}" for row in self._read(f"SELECT * FROM {{{table}}} WHERE run_id = ?", run[0])]
+            for row in self._read(
+                "SELECT id, queue, state, actor, available_at, reserved_at, lease_until, attempts, message FROM {messages}"
+            ):
+                if run[0].encode() in bytes(row[-1]):
+                    told.append(f"  message: {row[:-1]} {bytes(row[-1])[:300]!r}")
+        return "\n".join(told)
+
+    def _read(self, sql: str, *params: object) -> list[Any]:
+        return self.store.read(lambda tx: tx.all(sql, params))
 
     def _rolling_back(self) -> int:
         row = self.store.read(lambda tx: tx.one("SELECT COUNT(*) FROM {flow_runs} WHERE rollback = 'running'"))

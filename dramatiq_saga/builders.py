@@ -215,8 +215,8 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         self._optional = False
         self._fallback: bytes | None = None
         self._retry = None
-        self._reclaim = Reclaim("reclaim_stale_after")
-        self._comp_reclaim = Reclaim("reclaim_compensation_stale_after")
+        self._reclaim = _AS_CONFIGURED
+        self._comp_reclaim = _UNDO_AS_CONFIGURED
         if not replay.is_replaying:
             self._check_loop(actor)
             self._encoded = bind(actor, args, kwargs)
@@ -310,25 +310,25 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     @describing
     def reclaim_stale_after(self, seconds: float | timedelta) -> Self:
         """How long a claim of this step may stay without an outcome before it may be claimed again; turns reclaim on (RECLAIM-2)."""
-        self._reclaim.after(seconds)
+        self._reclaim = self._reclaim.after(seconds)
         return self
 
     @describing
     def enable_stale_reclaim(self, flag: bool) -> Self:
         """Turn reclaim on for this step (with the configured window) or off, whatever the settings say (RECLAIM-2)."""
-        self._reclaim.enabled = flag
+        self._reclaim = self._reclaim.switched(flag)
         return self
 
     @describing
     def reclaim_compensation_stale_after(self, seconds: float | timedelta) -> Self:
         """As :meth:`reclaim_stale_after`, for this step's compensation."""
-        self._comp_reclaim.after(seconds)
+        self._comp_reclaim = self._comp_reclaim.after(seconds)
         return self
 
     @describing
     def enable_compensation_stale_reclaim(self, flag: bool) -> Self:
         """As :meth:`enable_stale_reclaim`, for this step's compensation."""
-        self._comp_reclaim.enabled = flag
+        self._comp_reclaim = self._comp_reclaim.switched(flag)
         return self
 
     @describing
@@ -383,13 +383,16 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         self._built = True
         replay = self._replay
         replay.check()
-        state = self._step_into(ALONE)
-        if state is None:
+        entry = replay.recorded_step(self._actor.actor_name)
+        if entry is None:
+            replay.add_step(self._new_step(ALONE))
             raise replay.suspend()
-        return cast("V_co", state.conclude(replay))
+        if entry.status == "completed" and (entry.comp_ready or not entry.comp_from_result):
+            return entry.value()  # type: ignore[no-any-return, misc]
+        return cast("V_co", self._state(entry).conclude(replay))
 
     def _step_into(self, scope: Scope) -> State | None:
-        """Walk past this step: where it stands, or ``None`` where it has only been asked for now."""
+        """As a member of a block: walk past this step; where it stands, or ``None`` where it has only been asked for now."""
         replay = self._replay
         entry = replay.recorded_step(self._actor.actor_name)
         if entry is None:
@@ -440,7 +443,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             comp_on_self_failure=self._undone_on_self_failure(scope, settings),
             comp_policy=self._on_failure or scope.comp_policy,
             comp_reclaim_stale_after_seconds=self._comp_reclaim.resolve(settings, "sagas") if self._has_compensation else None,
-            expires_at=self._expires_at,
+            expires_at=self._deadline(),
             optional=self._optional,
             fallback=self._fallback,
             retry=None if self._retry is None else self._retry.stored(settings),
@@ -448,6 +451,13 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         )  # fmt: skip
         advise(actor, step, settings)
         return step
+
+    def _deadline(self) -> int | None:
+        """The step's own deadline, or the configured one, counted from now (EXPIRE-1)."""
+        default = self._replay.settings.monitor.expiration.defaults.action
+        if self._expires_at is not None or default is None:
+            return self._expires_at
+        return self._replay.now + to_ms(default)
 
     @property
     def _has_compensation(self) -> bool:
@@ -499,20 +509,23 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
 
 
 class Reclaim:
-    """The reclaim window of a row, by the precedence of RECLAIM-2: seconds, then on, then off, then the settings."""
+    """The reclaim window of a row, by the precedence of RECLAIM-2: seconds, then on, then off, then the settings. Immutable."""
 
     __slots__ = ("enabled", "name", "seconds")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seconds: int | None = None, enabled: bool | None = None) -> None:
         self.name = name
-        self.seconds: int | None = None
-        self.enabled: bool | None = None
+        self.seconds = seconds
+        self.enabled = enabled
 
-    def after(self, duration: float | timedelta) -> None:
+    def after(self, duration: float | timedelta) -> Reclaim:
         seconds = to_ms(duration) / 1000
         if seconds < 1:
             raise ValueError(f"{self.name}() takes at least one second, not {duration!r}")
-        self.seconds = round(seconds)
+        return Reclaim(self.name, round(seconds), self.enabled)
+
+    def switched(self, enabled: bool) -> Reclaim:
+        return Reclaim(self.name, self.seconds, enabled)
 
     def resolve(self, settings: Settings, family: str) -> int | None:
         configured = getattr(settings, family).reclaim.stale_running
@@ -520,6 +533,10 @@ class Reclaim:
             return self.seconds
         enabled = configured.enabled if self.enabled is None else self.enabled
         return round(configured.after_seconds) if enabled else None
+
+
+_AS_CONFIGURED = Reclaim("reclaim_stale_after")
+_UNDO_AS_CONFIGURED = Reclaim("reclaim_compensation_stale_after")
 
 
 def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, of: str = "step") -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+from dramatiq import Message
 from dramatiq.encoder import Encoder, JSONEncoder
 
 from .errors import UnknownTagError, qualified_name
@@ -37,6 +39,7 @@ IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes, datetime, date,
 
 _AS_IS: frozenset[type] = frozenset({str, int, float, bool, type(None)})
 _TEXT = frozenset({str})
+_MESSAGE = frozenset(field.name for field in fields(Message))
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _stock = JSONEncoder()
 
@@ -100,8 +103,8 @@ class TaggedJSONEncoder(Encoder):
           TypeError: it holds an instance of a class that is not carried.
           ValueError: it holds NaN or an infinity, or itself.
         """
-        if type(data) is dict and type(data.get("args")) is tuple and "message_id" in data and "actor_name" in data:
-            data = {**data, "args": list(data["args"])}  # Message.decode makes the tuple by itself
+        if type(data) is dict and data.keys() == _MESSAGE and type(data["args"]) is tuple:
+            data = {**data, "args": list(data["args"])}  # Message makes the tuple by itself
         text: str | None
         try:
             text = _dumps(data)

@@ -16,7 +16,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import dramatiq
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .handle import FlowHandle
     from .store.database import Store, Tx
     from .workflow import Workflow
+
+R_co = TypeVar("R_co", covariant=True)
 
 #: What a file calls itself, and the version of the format that is written. Every version up to this one is read.
 FORMAT, FORMAT_VERSION = "dramatiq_saga.history", 1
@@ -100,7 +102,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class ReplayedHistory:
+class ReplayedHistory(Generic[R_co]):
     """How a function walked through a history that fits it.
 
     Attributes:
@@ -111,7 +113,7 @@ class ReplayedHistory:
     """
 
     ends: str
-    result: Any = None
+    result: R_co | None = None
     error: str | None = None
     asks: tuple[str, ...] = ()
 
@@ -193,7 +195,7 @@ def parse_history(text: str, name: str) -> History:
     return history
 
 
-def replay_history(workflow: Workflow[Any, Any], history: History | str | Path) -> ReplayedHistory:
+def replay_history(workflow: Workflow[Any, R_co], history: History | str | Path) -> ReplayedHistory[R_co]:
     """Walk the workflow's function against ``history`` (or the file of that name), as the next drive of that run would.
 
     Nothing is committed, no step is run, no side effect called.

@@ -6,16 +6,18 @@ fenced as in a worker, so its rows are the same, and a run that is cut off here 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from dramatiq import Retry
 from dramatiq.broker import MessageProxy
 from dramatiq.middleware import Retries
 
+from .clock import ManualClock
 from .codec import load_error
 from .coroutines import body_of, inline_loop
 from .engine import drive as drives
-from .engine import runs
+from .engine import runs, timers
 from .engine.sender import InlineSender
 from .errors import SagaError, UnknownActorError, WouldBlockError
 from .step import Delivery
@@ -26,13 +28,27 @@ if TYPE_CHECKING:
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
     from .step import Runner
+    from .store.database import Tx
 
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
+_WOKEN = (
+    "SELECT 1 FROM {flow_runs} WHERE id = ? AND wakes > wakes_seen AND ended_at IS NULL AND status <> 'rolling_back' "
+    "AND hold_until IS NULL"
+)
+_WAITING = "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND kind = 'signal' ORDER BY sequence"
 _OPEN = (
     "SELECT a.sequence, a.actor, a.status, w.name FROM {action_runs} a LEFT JOIN {waits} w ON w.run_id = a.run_id "
     "AND w.sequence = a.sequence AND w.kind = 'retry' AND w.status = 'waiting' "
     "WHERE a.run_id = ? AND a.status IN ('pending', 'running', 'awaiting_retry')"
 )
+_CHILDREN = (
+    "SELECT c.sequence, c.workflow, c.child_id, c.status, f.hold_error FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id "
+    "WHERE c.run_id = ? AND c.ended_at IS NULL ORDER BY c.sequence"
+)
+
+
+#: While it waits for a moment, the loop looks so often, in seconds, for what comes from outside.
+_LOOK_AGAIN = 0.1
 
 
 class _InlineMessage(MessageProxy):
@@ -60,16 +76,83 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
         return
     runner = middleware.runner(broker).inlined(sender)
     with inline_loop():
-        while sender.queue:
-            run_message(runner, sender.queue.popleft())
+        _Loop(runner, sender, new.run_id).run()
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))
     if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
         return
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
-    waiting = engine.store.read(lambda tx: tx.all(_OPEN, (new.run_id,)))
-    what = ", ".join(_open(*row) for row in waiting) or "something from outside"
-    raise WouldBlockError(new.run_id, what)
+    raise WouldBlockError(
+        new.run_id, engine.store.read(lambda tx: ", ".join(_waited_for(tx, new.run_id)) or "something from outside")
+    )
+
+
+class _Loop:
+    """Runs what writes would have sent, until nothing is left that this process can do.
+
+    Where only time is left to pass, it passes it: the process waits for the timer, the timeout or the deadline that comes next, and
+    looks now and then whether something from outside has come first: a signal, a cancel.
+    """
+
+    def __init__(self, runner: Runner, sender: InlineSender, run_id: str) -> None:
+        self._runner = runner
+        self._sender = sender
+        self._runs = dict.fromkeys([run_id])  # with the child runs that it has started here
+
+    def run(self) -> None:
+        engine = self._runner.engine
+        while True:
+            self._work()
+            if self._drive_woken():
+                continue
+            moments = engine.store.read(lambda tx: [(timers.next_due(tx, run_id), run_id) for run_id in self._runs])
+            known = sorted((moment, run_id) for moment, run_id in moments if moment is not None)
+            if not known:
+                return
+            moment, run_id = known[0]
+            if self._is_time(moment):
+                fired = timers.fire(engine, run_id, self._sender)
+                if not fired.any and timers.is_due(engine, run_id):
+                    return  # what is overdue cannot be ended here
+
+    def _work(self) -> None:
+        queue = self._sender.queue
+        while queue:
+            outgoing = queue.popleft()
+            self._runs.setdefault(outgoing.run_id)
+            if outgoing.kind != "timer":  # the rows name the moments
+                run_message(self._runner, outgoing)
+
+    def _drive_woken(self) -> bool:
+        """Drive what something from outside has happened to, and nobody here has seen."""
+        engine = self._runner.engine
+        woken = engine.store.read(lambda tx: [run_id for run_id in self._runs if tx.one(_WOKEN, (run_id,))])
+        for run_id in woken:
+            drives.drive(engine, run_id, self._sender)
+        return bool(woken)
+
+    def _is_time(self, moment: int) -> bool:
+        """Wait until ``moment``, or a little: whether it has come. A clock that only moves when it is told to is told so."""
+        engine = self._runner.engine
+        left = moment - engine.now()
+        clock = engine.clock
+        if left > 0 and isinstance(clock, ManualClock):
+            clock.advance(left / 1000)
+        elif left > 0:
+            time.sleep(min(left / 1000, _LOOK_AGAIN))
+        return engine.now() >= moment
+
+
+def _waited_for(tx: Tx, run_id: str) -> list[str]:
+    """What a run waits for, in words, down to what its children wait for."""
+    found = [_open(*row) for row in tx.all(_OPEN, (run_id,))]
+    for sequence, workflow, child_id, status, hold in tx.all(_CHILDREN, (run_id,)):
+        if status == "awaiting_retry":
+            found.append(f"a signal to start child {sequence} ({workflow}) again")
+            continue
+        inner = ", ".join(_waited_for(tx, child_id)) or ("code that fits its history" if hold else "something from outside")
+        found.append(f"child {sequence} ({workflow}), which waits for {inner}")
+    return found + [f"signal {name!r}" for (name,) in tx.all(_WAITING, (run_id,))]
 
 
 def _open(sequence: int, actor: str, status: str, signal: str | None) -> str:

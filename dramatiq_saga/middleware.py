@@ -62,6 +62,7 @@ from .errors import (
 from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
+from .recovery.timer_loop import TimerLoop
 from .settings import Settings
 from .step import OPTION, Delivery, Runner, is_ours
 from .store.database import Database, Store, open_store
@@ -136,6 +137,7 @@ class SagaMiddleware(Middleware):
         self._broker: Broker | None = None
         self._engine: Engine | None = None
         self._runner: Runner | None = None
+        self._timers: TimerLoop | None = None
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
         made.add(self)
@@ -287,7 +289,18 @@ class SagaMiddleware(Middleware):
                 "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
             )
 
+    def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        """Where messages cannot carry what will be due, look for it from here (TIMER-1)."""
+        runner = self.runner(broker)
+        if not runner.sender.joins:
+            with self._lock:
+                if self._timers is None:
+                    self._timers = TimerLoop(runner.engine, runner.sender)
+            self._timers.start()
+
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        if self._timers is not None:
+            self._timers.stop()
         if self._runner is not None:
             self._runner.stopping.set()
 
@@ -323,8 +336,11 @@ class SagaMiddleware(Middleware):
         claim = delivery.claim
         engine = self.engine(broker)
         if claim is not None:
+            at = engine.now() + delay
             try:
-                fence.note_next_try(engine, claim.job, claim.attempts, engine.now() + delay)
+                fence.note_next_try(engine, claim.job, claim.attempts, at)
+                if claim.deadline is not None and at >= claim.deadline:
+                    self.runner(broker).give_up(delivery)  # a try that could not begin in time fails at once (C38)
             except Exception as error:
                 self.log.info("next_try_not_noted", run_id=delivery.run_id, error=str(error))
 
@@ -412,7 +428,8 @@ class SagaMiddleware(Middleware):
         if self._was_cut_short(broker, delivery):
             runner.put_back(delivery)
         elif job is None:
-            runner.hold(delivery, self._reason(broker, delivery))
+            if not delivery.is_hint:
+                runner.hold(delivery, self._reason(broker, delivery))
         elif delivery.state == "failed":
             runner.give_up(delivery)
         elif delivery.state in ("new", "skipped"):
@@ -536,11 +553,13 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     """The Dramatiq message of one row: it carries ids, never payloads (C49)."""
     facts: dict[str, Any] = {"kind": outgoing.kind, "run": outgoing.run_id}
     options: dict[str, Any] = dict(outgoing.options) if outgoing.options else {}
+    if outgoing.at is not None:
+        facts["at"] = outgoing.at
     group = outgoing.group
     if group is not None:
         options["group_completion_uuid"] = group.id
         options["group_completion_callbacks"] = [_callback(outgoing.run_id, group)]
-    if outgoing.kind != "drive":
+    if outgoing.kind not in ("drive", "timer"):
         facts["sequence"] = outgoing.sequence
         if outgoing.cycle:
             facts["cycle"] = outgoing.cycle

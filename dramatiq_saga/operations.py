@@ -72,6 +72,16 @@ class RunLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Parked:
+    """A step or child that waited for a signal to be run again (RSIG-1). ``kind`` is ``step`` or ``child``."""
+
+    kind: str
+    sequence: int
+    name: str
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The answer to a cancel.
 
@@ -88,6 +98,15 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Undo:
+    """A step, or a child's workflow, that is still to be undone; ``by`` is ``None`` where its undo cannot be built."""
+
+    sequence: int
+    name: str
+    by: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The answer to a resumed rollback.
 
@@ -99,8 +118,8 @@ class Resumed:
     status: str
     rollback: str
     changed: bool
-    left: tuple[StepReport, ...] = ()
-    never: tuple[StepReport, ...] = ()
+    left: tuple[Undo, ...] = ()
+    never: tuple[Undo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +314,25 @@ class Operator:
         self._handle(run_id, "signal").signal(name, payload, key=key)
         return self.show_run(run_id)
 
-    def signal_retry(self, run_id: str) -> list[StepReport]:
-        """Run again what of a run is parked for a signal; the steps that were parked, as they were.
+    def signal_retry(self, run_id: str) -> list[Parked]:
+        """Run again what of a run is parked for a signal; what was parked, as it was.
 
         Raises what :meth:`FlowHandle.signal_retry` raises.
         """
         handle = self._handle(run_id, "signal-retry")
-        parked = [step for step in self.show_run(run_id).steps if step.retry is not None and step.retry.waiting]
+        report = self.show_run(run_id)
+        parked = [
+            Parked("step", step.row.sequence, step.row.actor, step.retry.signal)
+            for step in report.steps
+            if step.retry is not None and step.retry.waiting
+        ]
+        parked += [
+            Parked(entry.kind, entry.sequence, entry.name or "", entry.retry.signal)
+            for entry in report.entries
+            if entry.retry is not None and entry.retry.waiting
+        ]
         handle.signal_retry()
-        return parked
+        return sorted(parked, key=lambda one: one.sequence)
 
     def kick(self, run_id: str) -> KickReport:
         """Drive a run again and send what it is parked on once more (KICK-1). Raises FlowNotFoundError."""
@@ -326,12 +355,17 @@ class Operator:
                 f"restarted; see `dramatiq-saga show {run_id}`"
             ) from None
         report = self.show_run(run_id)
-        undos = [step for step in report.steps if step.compensation is not None]
-        left = [step for step in undos if step.compensation and step.compensation.row.status != "completed"]
-        never = [step for step in left if step.compensation and not step.compensation.row.actor]
+        names = {step.row.sequence: step.row.actor for step in report.steps}
+        names |= {entry.sequence: entry.name or entry.kind for entry in report.entries}
+        undos = [step.compensation for step in report.steps if step.compensation] + list(report.undone_children.values())
+        left = [
+            Undo(undo.row.sequence, names[undo.row.sequence], undo.row.actor or None)
+            for undo in sorted(undos, key=lambda undo: (undo.row.level, -undo.row.sequence))
+            if undo.row.status != "completed"
+        ]
         return Resumed(
             run_id, report.status, report.rollback, changed,
-            tuple(step for step in left if step not in never), tuple(never),
+            tuple(undo for undo in left if undo.by), tuple(undo for undo in left if not undo.by),
         )  # fmt: skip
 
     # --- all runs ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error
+from .engine.retry_on_signal import Stored
 
 if TYPE_CHECKING:
     from .store.database import Tx
@@ -23,12 +24,37 @@ _BLOCKS = (
     "FROM {blocks} WHERE run_id = ?"
 )
 _CHILDREN = (
-    "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at "
-    "FROM {children} WHERE run_id = ?"
+    "SELECT sequence, workflow, child_id, status, close_policy, block, position, result, error, created_at, ended_at, cycle, "
+    "retry_policy, comp_actor, comp_from_result FROM {children} WHERE run_id = ?"
 )
+_RETRY_WAITS = "SELECT sequence, due_at FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting'"
 _SIGNALS = "SELECT name, payload, received_at FROM {signals} WHERE run_id = ? AND status = 'received' ORDER BY id"
 
+#: What a step or a child whose compensation is built from its result is undone by, until that is known.
+FROM_RESULT = "a message built from its result"
+
 _RECORDED = {"value": "side effect", "patch": "version gate", "signal": "sent signal"}
+
+
+@dataclass(frozen=True, slots=True)
+class RetryReport:
+    """How a step's or child's retries on signal stand: ``spent`` signals of ``cap`` (``None``: no limit) have run it again (RSIG-3).
+
+    ``waiting``: it is parked, until ``due_at`` where there is a deadline. ``over`` says why no signal will run it again.
+    """
+
+    signal: str
+    spent: int
+    cap: int | None
+    waiting: bool
+    due_at: int | None
+    over: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "signal": self.signal, "spent": self.spent, "cap": self.cap, "waiting": self.waiting, "due_at": to_iso(self.due_at),
+            "over": self.over,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +63,7 @@ class EntryReport:
 
     ``kind`` is ``side effect``, ``version gate``, ``sent signal``, ``signal`` (a wait for one), ``timer``, ``parallel``, ``saga`` or
     ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it,
-    ``closed_early_at`` when its barrier was reached while a member was live.
+    ``closed_early_at`` when its barrier was reached while a member was live, ``undo`` what undoes a child.
     """
 
     sequence: int
@@ -57,10 +83,13 @@ class EntryReport:
     error: dict[str, Any] | None = None
     max_in_flight: int | None = None
     closed_early_at: int | None = None
+    undo: str | None = None
+    retry: RetryReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
-        known = {name: getattr(self, name) for name in self.__slots__}
+        known = {name: getattr(self, name) for name in self.__slots__ if name != "retry"}
+        known["retry_on_signal"] = None if self.retry is None else self.retry.as_dict()
         return known | {name: to_iso(known[name]) for name in ("created_at", "ended_at", "due_at", "closed_early_at")}
 
 
@@ -83,6 +112,7 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
     def payload(data: Any) -> str | None:
         return shown(None if data is None else bytes(data))
 
+    parked = read_parked(tx, run_id)
     found = [
         EntryReport(
             sequence, _RECORDED.get(kind, kind), name, "recorded", at, at, value=payload(value) if kind != "patch" else None
@@ -107,12 +137,28 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
         EntryReport(
             sequence, "child", workflow, status, created_at, ended_at, value=payload(result), child_id=child_id, policy=policy,
             block=block, position=position, error=load_error(error) if error else None,
+            retry=retry_report(again, sequence, cycle, parked), undo=comp_actor or (FROM_RESULT if from_result else None),
         )
-        for sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at in tx.all(
-            _CHILDREN, (run_id,)
-        )
+        for (
+            sequence, workflow, child_id, status, policy, block, position, result, error, created_at, ended_at, cycle, again, comp_actor,
+            from_result,
+        ) in tx.all(_CHILDREN, (run_id,))
     ]  # fmt: skip
     return sorted(found, key=lambda entry: entry.sequence)
+
+
+def read_parked(tx: Tx, run_id: str) -> dict[int, int | None]:
+    """The sequences that wait for a signal to be run again, and until when."""
+    return dict(tx.all(_RETRY_WAITS, (run_id,)))
+
+
+def retry_report(policy: str | None, sequence: int, cycle: int, parked: dict[int, int | None]) -> RetryReport | None:
+    """What a stored retry policy and its wait say; ``None`` without one."""
+    if policy is None:
+        return None
+    stored = Stored.read(policy)
+    waiting = sequence in parked
+    return RetryReport(stored.signal, cycle, stored.max_retries, waiting, parked.get(sequence), stored.over)
 
 
 def read_signals(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None]) -> list[WaitingSignal]:

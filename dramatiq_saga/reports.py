@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
-from .engine.retry_on_signal import Stored
-from .report_entries import EntryReport, WaitingSignal, read_entries, read_signals
+from .report_entries import (
+    FROM_RESULT,
+    EntryReport,
+    RetryReport,
+    WaitingSignal,
+    read_entries,
+    read_parked,
+    read_signals,
+    retry_report,
+)
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
@@ -23,9 +31,9 @@ if TYPE_CHECKING:
     from .store.database import Tx
 
 _RUN_COLUMNS = (
-    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error", "reason",
-    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "repair_attempts", "created_at", "started_at",
-    "ended_at",
+    "id", "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error", "reason",
+    "hold_error", "hold_count", "hold_until", "wakes", "wakes_seen", "expires_at", "expiry_attempts", "expiry_after",
+    "repair_attempts", "created_at", "started_at", "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")
@@ -34,12 +42,8 @@ _COMPENSATIONS = (
     f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts'))} FROM {{compensation_runs}} "
     "WHERE run_id = ? ORDER BY level, sequence DESC"
 )
-_RETRY_WAITS = "SELECT sequence, due_at FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting'"
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
-
-#: What a step whose compensation is built from its result is undone by, until that is known.
-FROM_RESULT = "a message built from its result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +56,6 @@ class NextTry:
     number: int
     of: int | None
     at: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RetryReport:
-    """How a step's retries on signal stand: ``spent`` signals of ``cap`` (``None``: no limit) have run it again (RSIG-3).
-
-    ``waiting``: it is parked, until ``due_at`` where there is a deadline. ``over`` says why no signal will run it again.
-    """
-
-    signal: str
-    spent: int
-    cap: int | None
-    waiting: bool
-    due_at: int | None
-    over: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "signal": self.signal, "spent": self.spent, "cap": self.cap, "waiting": self.waiting, "due_at": to_iso(self.due_at),
-            "over": self.over,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +103,7 @@ class RunReport:
     rollback: str
     ends_as: str | None
     args: str | None
+    context: str | None
     result: str | None
     error: dict[str, Any] | None
     rollback_error: dict[str, Any] | None
@@ -129,13 +113,19 @@ class RunReport:
     hold_until: int | None
     unseen_wakes: int
     expires_at: int | None
+    expiry_attempts: int
+    expiry_after: int | None
     repair_attempts: int
     created_at: int
     started_at: int | None
     ended_at: int | None
+    parent_id: str | None
+    parent_sequence: int | None
+    close_request: str | None
     tags: dict[str, str | None]
     steps: list[StepReport]
     entries: list[EntryReport]  # what stands between the steps
+    undone_children: dict[int, CompensationReport]  # by the child's sequence
     signals: list[WaitingSignal]
     events: list[EventView] | None
     payload_limit: int | None  # None: payloads are not to be shown
@@ -149,14 +139,18 @@ class RunReport:
         known: dict[str, Any] = {"run_id": self.id} | {
             name: getattr(self, name)
             for name in (
-                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "result", "error", "rollback_error",
-                "reason", "hold_error", "hold_count", "unseen_wakes", "repair_attempts", "tags",
+                "workflow", "version", "queue", "status", "rollback", "ends_as", "args", "context", "result", "error", "rollback_error",
+                "reason", "hold_error", "hold_count", "unseen_wakes", "expiry_attempts", "repair_attempts", "parent_id",
+                "parent_sequence", "close_request", "tags",
             )
         }  # fmt: skip
-        for name in ("hold_until", "expires_at", "created_at", "started_at", "ended_at"):
+        for name in ("hold_until", "expires_at", "expiry_after", "created_at", "started_at", "ended_at"):
             known[name] = to_iso(getattr(self, name))
         known["steps"] = [self._step(step) for step in self.steps]
-        known["entries"] = [entry.as_dict() for entry in self.entries]
+        known["entries"] = [
+            entry.as_dict() | {"compensation": self._compensation(self.undone_children.get(entry.sequence))}
+            for entry in self.entries
+        ]
         known["signals"] = [signal.as_dict() for signal in self.signals]
         if self.events is not None:
             known["events"] = [
@@ -170,19 +164,20 @@ class RunReport:
 
     def _step(self, step: StepReport) -> dict[str, Any]:
         row = step.row
-        compensation = step.compensation
         return {
             **_common(row, step),
             "cycle": row.cycle, "idempotency_key": row.idempotency_key, "args": self.payload(row.stored_args),
             "result": self.payload(row.stored_result), "expires_at": to_iso(row.expires_at), "undo": step.undo,
             "block": row.block, "position": row.position, "held_back": row.held_back,
             "retry_on_signal": None if step.retry is None else step.retry.as_dict(),
-            "compensation": None if compensation is None else {
-                **_common(compensation.row, compensation),
-                "level": compensation.row.level, "beside": list(compensation.beside), "undoes": compensation.row.undoes,
-                "policy": compensation.row.policy,
-                "not_before": to_iso(compensation.row.not_before), "args": self.payload(compensation.row.stored_args),
-            },
+            "compensation": self._compensation(step.compensation),
+        }  # fmt: skip
+
+    def _compensation(self, undo: CompensationReport | None) -> dict[str, Any] | None:
+        return None if undo is None else {
+            **_common(undo.row, undo),
+            "level": undo.row.level, "beside": list(undo.beside), "undoes": undo.row.undoes, "policy": undo.row.policy,
+            "not_before": to_iso(undo.row.not_before), "args": self.payload(undo.row.stored_args),
         }  # fmt: skip
 
 
@@ -222,7 +217,7 @@ def read_run(
     def shown(data: bytes | None) -> str | None:
         return None if data is None or limit is None else readable(data, limit)
 
-    for name in ("args", "result"):
+    for name in ("args", "context", "result"):
         facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
     for name in ("error", "rollback_error", "hold_error"):
         facts[name] = load_error(facts[name]) if facts[name] else None
@@ -240,19 +235,21 @@ def read_run(
     for sequence, undo in undone.items():
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
         undone[sequence] = replace(undo, beside=beside) if beside else undo
+    entries = read_entries(tx, run_id, shown)
     steps = []
-    parked = dict(tx.all(_RETRY_WAITS, (run_id,)))
+    parked = read_parked(tx, run_id)
     for row in tx.all(_STEPS, (run_id,)):
         *columns, options, comp_actor, from_result, repairs, policy = row
         step = ActionView(*_plain(columns))
         undo_by = comp_actor or (FROM_RESULT if from_result else None)
-        retry = None if policy is None else _retry(step, policy, parked)
+        retry = retry_report(policy, step.sequence, step.cycle, parked)
         steps.append(
             StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry)
         )
     return RunReport(
-        **facts, tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
-        entries=read_entries(tx, run_id, shown), signals=read_signals(tx, run_id, shown),
+        **facts, undone_children={entry.sequence: undone[entry.sequence] for entry in entries if entry.sequence in undone},
+        tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,
+        entries=entries, signals=read_signals(tx, run_id, shown),
         events=[EventView(*row) for row in tx.all(_EVENTS, (run_id,))] if events else None,
     )  # fmt: skip
 
@@ -263,12 +260,6 @@ def readable(data: bytes, limit: int) -> str:
         with suppress(ValueError, RecursionError):
             data = json.dumps(json.loads(data), ensure_ascii=False, separators=(",", ":")).encode()
     return preview(data, limit)
-
-
-def _retry(step: ActionView, policy: str, parked: dict[int, int | None]) -> RetryReport:
-    stored = Stored.read(policy)
-    waiting = step.sequence in parked
-    return RetryReport(stored.signal, step.cycle, stored.max_retries, waiting, parked.get(step.sequence), stored.over)
 
 
 def _plain(columns: list[Any]) -> list[Any]:

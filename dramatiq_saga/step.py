@@ -30,7 +30,7 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
-from .engine import blocks, children, fence, runs, undoing
+from .engine import blocks, children, fence, runs, timers, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
@@ -60,7 +60,10 @@ OPTION = "saga"
 #: Longest hop of a message that is put back on a broker of another kind, in milliseconds (CLAIM-2).
 MAX_HOP_MS = 60_000
 
-_CANCELLED = "SELECT status, rollback FROM {flow_runs} WHERE id = ?"
+_CANCELLED = (
+    "SELECT f.status, f.rollback, a.status, a.attempts FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
+    "WHERE f.id = ? AND a.sequence = ?"
+)
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
@@ -111,13 +114,14 @@ class Step:
 
     @property
     def cancelled(self) -> bool:
-        """True once the run no longer wants this: for bodies that take long to look at now and then. Reads the database."""
-        row = self._engine.store.read(lambda tx: tx.one(_CANCELLED, (self.run_id,)))
+        """True once the run no longer wants this, or the step has expired or been taken over: for bodies that take long to look at now
+        and then. Reads the database."""
+        row = self._engine.store.read(lambda tx: tx.one(_CANCELLED, (self.run_id, self.sequence)))
         if row is None:
             return True
         if self.undoes is not None:
             return bool(row[1] != "running")
-        return row[0] not in ("pending", "running", "waiting")
+        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self.attempt)
 
 
 def is_ours(message: Message[Any] | MessageProxy) -> bool:
@@ -130,7 +134,7 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "level", "message",
+        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind", "level", "message",
         "retries", "retry_asked", "retry_sent", "run_id", "state",
     )  # fmt: skip
 
@@ -141,11 +145,13 @@ class Delivery:
         self.message = message
         self.actor = message.actor_name
         self.run_id: str = run
+        self.kind: str = kind
+        self.at: int | None = facts.get("at") if kind == "timer" else None
         self.job: Job | None = None
         if kind in ("step", "compensation"):
             self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
-        known = type(sequence) is int if self.job is not None else kind == "drive"
+        known = type(sequence) is int if self.job is not None else kind in ("drive", "timer")
         self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
         self.level: int | None = None  # of a callback of undos: the level of the rollback
         if kind == "callback" and "level" in facts:
@@ -165,6 +171,11 @@ class Delivery:
         self.retries: int = message.options.get("retries", 0)
         self.retry_asked = False
         self.retry_sent = False
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether it is a group's callback, which nothing rests on (PAR-2)."""
+        return self.group is not None or self.level is not None
 
     @property
     def asks_again(self) -> bool:
@@ -422,7 +433,9 @@ class Runner:
         if claim.job.kind == "step":
             fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
         else:
-            undoing.settle(self.engine, replace(undoing.failed(claim, text), exception=error), self.sender, delivery.message)
+            failed = replace(undoing.failed(claim, text), exception=error)
+            if not undoing.settle(self.engine, failed, self.sender, delivery.message):
+                _count_not(delivery)
         delivery.state = "done"
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
@@ -488,6 +501,8 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
+            if lost.overdue:  # nothing begins after its deadline; what that means is said at once (EXPIRE-1)
+                timers.fire(engine, job.run_id, self.sender)
             if lost.undoing:
                 self._go_on_rolling_back(lost)
             elif lost.unseen and lost.run_status in ("pending", "running", "waiting"):
@@ -513,6 +528,7 @@ class Runner:
             undoing.settle(self.engine, outcome, self.sender, None)
         else:
             undoing.advance(self.engine, job.run_id, self.sender, None)
+        children.send_unsent(self.engine, job.run_id, self.sender)
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
@@ -553,12 +569,15 @@ class Runner:
     # --- drives ------------------------------------------------------------------------------------------------------
 
     def drive(self, delivery: Delivery) -> None:
-        """Drive the run that a message names; an interrupt aborts the drive, and the run is driven again (FENCE-5)."""
+        """Drive the run that a message names, or end what is due in it; an interrupt aborts that, and it is done again (FENCE-5)."""
 
         def part() -> None:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
+            elif delivery.kind == "timer":
+                run_id, message = delivery.run_id, delivery.message
+                self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
             elif delivery.level is not None:
                 level = delivery.level
                 self.persist(lambda: undoing.level_closed(self.engine, delivery.run_id, level, self.sender, delivery.message))
@@ -592,6 +611,9 @@ class Runner:
     def hold(self, delivery: Delivery, error: BaseException) -> None:
         """A drive's message is given up: the run waits with the reason on it, and the monitor drives it again (HISTORY-1)."""
         self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor, error=str(error))
+        if delivery.kind == "timer":  # what is due is in the rows, and the sweep's
+            delivery.state = "done"
+            return
 
         def part() -> None:
             found = runs.as_found(self.engine, delivery.run_id)

@@ -127,6 +127,7 @@ class Workflow(Generic[P, R]):
           expires_in: deadline of the whole run, in seconds or as a ``timedelta``; ``expires_at`` names the moment instead.
           context: what travels with this run, in place of what would be captured (CTX-1).
           delay: milliseconds (as in Dramatiq) or a ``timedelta`` before the first drive.
+          version: recorded on this run instead of the workflow's own (HISTORY-2).
           **options: Dramatiq options for the run's own messages, ``priority`` for example.
 
         Raises:
@@ -188,7 +189,10 @@ class Workflow(Generic[P, R]):
         check_delay(delay)
         if expires_in is not None and expires_at is not None:
             raise TypeError("give expires_in or expires_at, not both")
-        deadline = self.expires_in if expires_in is None and expires_at is None else expires_in
+        deadline = expires_in
+        if expires_in is None and expires_at is None:
+            default = engine.settings.monitor.expiration.defaults.run
+            deadline = default if self.expires_in is None else self.expires_in
         if deadline is not None and to_ms(deadline) <= 0:
             raise ValueError(f"expires_in takes a duration above zero, not {deadline!r}")
         if isinstance(delay, timedelta):

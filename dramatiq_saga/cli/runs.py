@@ -70,7 +70,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
     again = commands.add_parser(
         "signal-retry", parents=[common], help="run again what is parked",
-        description="Run again every step of a run that has failed and waits for a signal, each by a signal of the name it waits for.",
+        description="Run again every step and child of a run that has failed and waits for a signal, each by a signal of that name.",
     )  # fmt: skip
     again.add_argument("run_id", metavar="RUN")
     again.set_defaults(run=_signal_retry)
@@ -166,15 +166,11 @@ def _signal_retry(operator: Operator, options: argparse.Namespace) -> Answer:
     parked = operator.signal_retry(options.run_id)
     value = {
         "run_id": options.run_id,
-        "retried": [{"sequence": step.row.sequence, "actor": step.row.actor, "signal": _signal_of(step)} for step in parked],
+        "retried": [{"kind": one.kind, "sequence": one.sequence, "name": one.name, "signal": one.signal} for one in parked],
     }
     lines = [f"run {cell(options.run_id)}: what was parked runs again"]
-    lines += [f"  step {step.row.sequence} ({cell(step.row.actor)}), by signal {cell(_signal_of(step))}" for step in parked]
+    lines += [f"  {one.kind} {one.sequence} ({cell(one.name)}), by signal {cell(one.signal)}" for one in parked]
     return Answer(value, lines)
-
-
-def _signal_of(step: StepReport) -> str:
-    return step.retry.signal if step.retry is not None else ""
 
 
 def _list(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -319,13 +315,13 @@ def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
         lines = [f"run {run} is {answer.status}; its rollback is {answer.rollback}"]
     if answer.left:
         lines += ["to be undone:"]
-        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.left)]
+        lines += [f"  {undo.sequence}  {cell(undo.name)}, by {cell(undo.by)}" for undo in answer.left]
     if answer.never:
         lines += ["to be undone by hand, for nothing can build their undo:"]
-        lines += [f"  {step.row.sequence}  {cell(step.row.actor)}" for step in reversed(answer.never)]
+        lines += [f"  {undo.sequence}  {cell(undo.name)}" for undo in answer.never]
     value = {
         "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
-        "left": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.left],
-        "never": [{"sequence": step.row.sequence, "actor": step.row.actor} for step in answer.never],
+        "left": [{"sequence": undo.sequence, "name": undo.name, "by": undo.by} for undo in answer.left],
+        "never": [{"sequence": undo.sequence, "name": undo.name} for undo in answer.never],
     }  # fmt: skip
     return Answer(value, lines)

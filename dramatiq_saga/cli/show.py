@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..operations import Operator
-from ..report_entries import EntryReport
-from ..reports import CompensationReport, RetryReport, RunReport, StepReport
+from ..report_entries import EntryReport, RetryReport
+from ..reports import CompensationReport, RunReport, StepReport
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Members of a parallel block that are shown one by one; of a larger one, those that have something to say.
@@ -67,7 +67,7 @@ def lines_of(report: RunReport, now: int, *, everything: bool = False) -> Iterat
         entry.sequence: (
             blocks.indented(entry.block, _title(entry)),
             _entry(entry, now) + blocks.counts(entry),
-            [*_entry_details(entry), *([] if everything else blocks.left_out(entry))],
+            [*_entry_details(report, entry, now), *([] if everything else blocks.left_out(entry))],
         )
         for entry in report.entries
     }
@@ -136,11 +136,22 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
     yield "run", cell(report.id)
     yield "workflow", cell(report.workflow) + (f" (version {cell(report.version)})" if report.version else "")
     yield "status", report.status + (f", to end as {report.ends_as}" if report.status == "rolling_back" else "")
+    if report.parent_id is not None:
+        asked = ""
+        if report.close_request is not None and report.ended_at is None:
+            asked = f", which has ended and asks it to end ({cell(report.close_request)})"
+        yield "child of", f"{cell(report.parent_id)}, at its sequence {report.parent_sequence}{asked}"
     yield "created", f"{moment(report.created_at)} ({relative(report.created_at, now)})"
     if report.ended_at is not None:
         yield "ended", f"{moment(report.ended_at)} (took {duration(report.ended_at - report.created_at)})"
     if report.expires_at is not None:
         yield "deadline", f"{moment(report.expires_at)} ({relative(report.expires_at, now)})"
+        if report.expiry_attempts and report.expiry_after is not None and report.ended_at is None:
+            again = f"{moment(report.expiry_after)} ({relative(report.expiry_after, now)})"
+            yield (
+                "",
+                f"its rollback could not be planned {times(report.expiry_attempts, 'time', 'times')}; it is tried again at {again}",
+            )
     if report.tags:
         yield (
             "tags",
@@ -148,6 +159,8 @@ def _head(report: RunReport, now: int) -> Iterator[tuple[str, str]]:
         )
     if report.args is not None:
         yield "arguments", cut(cell(report.args), WIDTH)
+    if report.context is not None:
+        yield "context", cut(cell(report.context), WIDTH)
     if report.result is not None:
         yield "result", cut(cell(report.result), WIDTH)
     if report.reason:
@@ -193,6 +206,8 @@ def _entry(entry: EntryReport, now: int) -> str:
         return "passed: this run goes the new way"
     if entry.status == "recorded":
         return f"recorded at {moment(entry.created_at)}"
+    if entry.retry is not None and entry.retry.waiting:
+        return f"{entry.status.replace('_', ' ')}: {_parked(entry.retry, now)}"
     if entry.status == "waiting":
         until = "" if entry.due_at is None else f" until {moment(entry.due_at)} ({relative(entry.due_at, now)})"
         return f"waits{until}"
@@ -204,11 +219,12 @@ def _entry(entry: EntryReport, now: int) -> str:
     return f"{status.replace('_', ' ')} at {moment(entry.ended_at)}"
 
 
-def _entry_details(entry: EntryReport) -> Iterator[str]:
+def _entry_details(report: RunReport, entry: EntryReport, now: int) -> Iterator[str]:
     if entry.child_id is not None:
         yield f"run {cell(entry.child_id)}"
     if entry.error is not None:
         yield error_line(entry.error)
+    yield from _retries(entry.retry)
     if entry.max_in_flight is not None:
         yield f"at most {entry.max_in_flight} at a time"
     if entry.failed_by is not None:
@@ -217,6 +233,8 @@ def _entry_details(entry: EntryReport) -> Iterator[str]:
         yield f"its barrier was reached early, at {moment(entry.closed_early_at)}; the rows decided"
     if entry.value is not None and entry.value != "null":
         yield f"value {cut(cell(entry.value), WIDTH)}"
+    undo = report.undone_children.get(entry.sequence)
+    yield from _undo(report, undo, now=now, by=entry.undo, completed=entry.status == "completed")
 
 
 def _standing(report: StepReport | CompensationReport, now: int) -> str:
@@ -253,6 +271,14 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return "not undone: the rollback was halted before it came to this"
     doubt = ", and may have been at work" if row.attempts > row.tries else ""
     return f"{status}{_ended(row)}{doubt}"
+
+
+def _retries(retry: RetryReport | None) -> Iterator[str]:
+    """What its retries on signal have come to."""
+    if retry is not None and retry.over is not None:
+        yield f"not run again by signal {cell(retry.signal)}: {_OVER.get(retry.over, retry.over)}"
+    elif retry is not None and retry.spent and not retry.waiting:
+        yield f"run again by signal {cell(retry.signal)} {times(retry.spent, 'time', 'times')}"
 
 
 def _parked(retry: RetryReport, now: int) -> str:
@@ -294,28 +320,31 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     row = step.row
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
-    if step.retry is not None and step.retry.over is not None:
-        yield f"not run again by signal {cell(step.retry.signal)}: {_OVER.get(step.retry.over, step.retry.over)}"
-    elif step.retry is not None and step.retry.spent and row.status != "awaiting_retry":
-        yield f"run again by signal {cell(step.retry.signal)} {times(step.retry.spent, 'time', 'times')}"
+    yield from _retries(step.retry)
     if row.status == "running" and row.worker_id:
         yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
     result = report.payload(row.stored_result)
     if result is not None and result != "null":
         yield f"result {cut(cell(result), WIDTH)}"
-    compensation = step.compensation
+    yield from _undo(report, step.compensation, now=now, by=step.undo, completed=row.status == "completed")
+
+
+def _undo(
+    report: RunReport, compensation: CompensationReport | None, *, now: int, by: str | None, completed: bool
+) -> Iterator[str]:
+    """What undoes a step or a child, or would."""
     if compensation is not None:
         undo = "" if compensation.row.undoes == "completed" else f" (of a step that had {_UNDOES[compensation.row.undoes]})"
-        by = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
-        yield f"{by}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
+        what = f"undo by {cell(compensation.row.actor)}" if compensation.row.actor else "undo that cannot be built"
+        yield f"{what}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
         if compensation.row.status == "running" and compensation.row.worker_id:
             yield f"  worker {cell(compensation.row.worker_id)}, claim {compensation.row.attempts}"
-    elif step.undo is not None and report.ended_at is None:
-        yield f"would be undone by {cell(step.undo)}"
-    elif step.undo is not None and row.status == "completed" and report.status != "completed":
-        yield f"not undone: {cell(step.undo)} was never sent"
+    elif by is not None and report.ended_at is None:
+        yield f"would be undone by {cell(by)}"
+    elif by is not None and completed and report.status != "completed":
+        yield f"not undone: {cell(by)} was never sent"
 
 
 def _events(report: RunReport) -> list[str]:

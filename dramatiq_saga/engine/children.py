@@ -1,14 +1,13 @@
 """Children: child runs, the links that tie them to their parents, and what passes between the two (CHILD-1 … CHILD-3).
 
-A child is a run of its own. Its link is the parent's row of it, at the sequence where the function asked for it; :func:`start`
-writes both. The link is open until the child has ended, or the parent has. Whatever ends a run settles, in the same transaction,
-the open link that waits for it, raises its parent's wake count and sends the parent's drive; and it closes, by their policy, the
-links that the run itself holds open. A :class:`Family` is who has to hear of it: read beforehand, because messages are prepared
-before a transaction begins, and looked at again inside it.
+A child's link is its parent's row of it; :func:`start` writes both runs' rows. Whatever ends a run settles, in the same transaction,
+the open link that waits for it, raises its parent's wake count and sends the parent's drive; and it closes by their policy the links
+that the run itself holds open. A :class:`Family` is who has to hear of it: read beforehand, because messages are prepared before a
+transaction begins, and looked at again inside it. Long because the two ends of a link are read against each other.
 
-Who else may be here: the other end of a link. Parents are locked before children (DRIVE-7), so of a child's end and its parent's
-the second finds the link closed, or :class:`MovedOn` tells it that its family has changed; it never finds half of either. An open
-link therefore always has a live parent and a live child. Proven by ``tests/races/test_children.py``.
+Who else may be here: the other end. Parents are locked before children (DRIVE-7), so of a child's end and its parent's the second
+finds the link closed, or :class:`MovedOn` tells it that its family has changed. An open link always has a live parent and a live
+child. Proven by ``tests/races/test_children.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ..errors import FlowCancelledError, WriteRefusedError
 from ..journal import history
 from ..statuses import ChildClosePolicy, FlowStatus
 from . import notify
+from .alarms import child_deadline
 from .replay import MovedOn
 from .rows import ChildEntry, Outgoing, Parent
 
@@ -53,6 +53,12 @@ _WAITS_FOR = (
     "SELECT p.id, c.sequence, p.workflow, p.queue, p.priority FROM {children} c JOIN {flow_runs} p ON p.id = c.run_id "
     "WHERE c.child_id = ? AND c.ended_at IS NULL AND c.status = 'running'"
 )
+_BLOCK_OF = "SELECT block FROM {children} WHERE run_id = ? AND sequence = ?"
+_STEP_AT_WORK = (
+    "SELECT 1 FROM {action_runs} WHERE run_id = ? AND block = ? AND ended_at IS NULL AND held_back = FALSE "
+    "AND status <> 'awaiting_retry' LIMIT 1"
+)
+_CHILD_AT_WORK = "SELECT 1 FROM {children} WHERE run_id = ? AND block = ? AND ended_at IS NULL AND status = 'running' AND sequence <> ? LIMIT 1"
 _OPEN = "SELECT sequence, child_id, workflow, status, close_policy FROM {children} WHERE run_id = ? AND ended_at IS NULL ORDER BY sequence"
 _SENT_TO = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _SETTLE = (
@@ -61,6 +67,11 @@ _SETTLE = (
 )
 _WAKE = (
     "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
+    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+# Every decision of the parent that is in the making loses, and no drive is called for.
+_WAKE_SEEN = (
+    "UPDATE {flow_runs} SET wakes = wakes + 1, wakes_seen = wakes_seen + 1 "
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LET_GO = "UPDATE {children} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND child_id = ? AND ended_at IS NULL"
@@ -125,9 +136,7 @@ def _start_run(
     tx: Tx, engine: Engine, parent: Snapshot, sequence: int, *, child_id: str, workflow: str, args: bytes, how: dict[str, Any],
     now: int, sent_at: int | None,
 ) -> None:  # fmt: skip
-    expires_at = how.get("expires_at")
-    if expires_at is None and how.get("expires_in_ms") is not None:
-        expires_at = now + how["expires_in_ms"]
+    expires_at = child_deadline(how, now)
     options = how.get("options")
     tx.run(
         _RUN,
@@ -219,13 +228,14 @@ class Family:
 
     run_id: str
     parent: Parent | None = None
+    quiet: bool = False  # nothing follows for the parent yet: others of the child's parallel block are at work (PAR-4)
     children: tuple[Open, ...] = ()
     to_children: tuple[Outgoing, ...] = ()
 
     def messages(self) -> list[Outgoing]:
         """The drives that are asked for; one that turns out to be needless finds nothing to do."""
         parent = self.parent
-        if parent is None:
+        if parent is None or self.quiet:
             return list(self.to_children)
         return [Outgoing("drive", parent.run_id, parent.workflow, parent.queue, priority=parent.priority), *self.to_children]
 
@@ -238,7 +248,14 @@ class Family:
         self, tx: Tx, engine: Engine, status: str, *, workflow: str, now: int, result: bytes | None = None, error: str | None = None,
         reason: str | None = None,
     ) -> None:  # fmt: skip
-        """The run has ended: settle the link that waits for it and wake the parent, if it still does."""
+        """The run has ended: settle the link that waits for it and wake the parent, if it still does.
+
+        Who else may be here: another member of the same block. Both have locked the parent's row, so of two that are each other's
+        last sibling the second finds that it is the last (test_two_children_of_a_block_that_end_at_once_are_both_told).
+
+        Raises:
+          MovedOn: the parent has to be driven, and no message for that was prepared.
+        """
         parent = self.parent
         if parent is None:
             return
@@ -246,7 +263,12 @@ class Family:
             error = describe_error(FlowCancelledError(self.run_id, workflow, None, reason))
         if not tx.run(_SETTLE, (status, result, error, now, parent.run_id, parent.sequence, self.run_id)):
             return
-        tx.run(_WAKE, (now, parent.run_id))
+        if not self.quiet:
+            tx.run(_WAKE, (now, parent.run_id))
+        elif _is_quiet(tx, parent):
+            tx.run(_WAKE_SEEN, (parent.run_id,))
+        else:
+            raise MovedOn
         line = history.Line(_WORDS[status], sequence=parent.sequence, name=workflow, payload=result, error=error)
         _tell(tx, engine, parent.run_id, parent.workflow, now, line)
 
@@ -286,7 +308,7 @@ def _tell(tx: Tx, engine: Engine, run_id: str, workflow: str, now: int, line: hi
     tx.after_commit(lambda: notify.changes(engine, run_id, workflow, now, [line]))
 
 
-def family(engine: Engine, snapshot: Snapshot, *, ends: bool) -> Family | None:
+def family(engine: Engine, snapshot: Snapshot, *, ends: bool, completes: bool = False) -> Family | None:
     """The family of a run that is about to end (``ends``) or to be rolled back; ``None`` where nobody has to hear of it.
 
     ``snapshot`` is what the write rests on: where it holds no open link, there is none.
@@ -295,7 +317,16 @@ def family(engine: Engine, snapshot: Snapshot, *, ends: bool) -> Family | None:
     has_children = any(isinstance(entry, ChildEntry) and entry.is_live for entry in snapshot.entries)
     if not waits_for and not has_children:
         return None
-    return engine.store.read(lambda tx: read(tx, snapshot.run_id, ends=waits_for))
+    return engine.store.read(lambda tx: read(tx, snapshot.run_id, ends=waits_for, completes=completes))
+
+
+def _is_quiet(tx: Tx, parent: Parent) -> bool:
+    """Whether a child that completes leaves others of its parallel block at work; whether it does, the rows decide (PAR-2)."""
+    row = tx.one(_BLOCK_OF, (parent.run_id, parent.sequence))
+    if row is None or row[0] is None:
+        return False
+    members = (parent.run_id, row[0])
+    return tx.one(_STEP_AT_WORK, members) is not None or tx.one(_CHILD_AT_WORK, (*members, parent.sequence)) is not None
 
 
 def family_of(engine: Engine, run_id: str, *, ends: bool = True) -> Family:
@@ -307,14 +338,16 @@ def _open(tx: Tx, run_id: str) -> tuple[Open, ...]:
     return tuple(Open(*row) for row in tx.all(_OPEN, (run_id,)))
 
 
-def read(tx: Tx, run_id: str, *, ends: bool = True) -> Family:
+def read(tx: Tx, run_id: str, *, ends: bool = True, completes: bool = False) -> Family:
     """As :func:`family_of`, inside a transaction that is open already."""
-    parent = tx.one(_WAITS_FOR, (run_id,)) if ends else None
+    row = tx.one(_WAITS_FOR, (run_id,)) if ends else None
+    parent = None if row is None else Parent(*row)
     children = _open(tx, run_id)
     sent_to = [(child.child_id, tx.one(_SENT_TO, (child.child_id,))) for child in children if child.is_asked]
     return Family(
         run_id,
-        None if parent is None else Parent(*parent),
+        parent,
+        completes and parent is not None and _is_quiet(tx, parent),
         children,
         tuple(Outgoing("drive", child_id, row[0], row[1], priority=row[2]) for child_id, row in sent_to if row is not None),
     )

@@ -33,6 +33,7 @@ _SET = (
 )
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
+    "AND (expires_at IS NULL OR expires_at > ?) "
     "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _CLAIM_COMPENSATION = (
@@ -42,7 +43,7 @@ _CLAIM_COMPENSATION = (
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, a.block"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 # differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
@@ -50,9 +51,9 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
     " RETURNING actor, args, attempts, tries, cycle, claims, max_claims, status, reclaim_stale_at, delivery, "
     + ", ".join(
         f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
-        for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context")
+        for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context", "expires_at")
     )
-    + ", block"
+    + ", expires_at, block"
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
@@ -124,6 +125,7 @@ class Claim:
     claims: int = 1  # since the last outcome, this one included
     max_claims: int | None = None  # the step's own limit
     stale_at: int | None = None  # when another worker may take the row over
+    deadline: int | None = None  # of the step, or of its run: no try can begin after it
     block: int | None = None  # the parallel block that the step is a member of
 
 
@@ -140,6 +142,7 @@ class Lost:
     orphaned: bool
     unseen: bool
     undoing: bool  # a rollback of the run is going on
+    overdue: bool = False  # the step's deadline has passed
 
 
 class ClaimAttempt:
@@ -201,7 +204,7 @@ class ClaimAttempt:
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            params = (*marks, limit, job.run_id, job.sequence, job.cycle, now, job.run_id)
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, now, now, job.run_id)
             if tx.dialect == "mysql":
                 landed = tx.run(_CLAIM_STEP, params)
             else:
@@ -222,16 +225,17 @@ class ClaimAttempt:
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job
-        undoes = None
+        undoes = deadline = None
         if job.kind == "step":
+            deadline = min((moment for moment in row[17:19] if moment is not None), default=None)
             key = idempotency_key(job.run_id, job.sequence, row[4])
         else:
             key = f"{job.run_id}:{job.sequence}:undo"
             undoes = (row[17], row[18])
         return Claim(
             job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
-            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8],
-            row[17] if job.kind == "step" else None,
+            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline,
+            row[19] if job.kind == "step" else None,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
@@ -246,7 +250,8 @@ class ClaimAttempt:
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
         rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
-        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back)
+        overdue = job.kind == "step" and row[18] is not None and row[18] <= self._at
+        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
 
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""

@@ -343,7 +343,7 @@ def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -
         lines += _more_events(decision.more)
     if decision.kind == "suspended":
         if decision.outside and snapshot.status != "waiting":
-            lines.append(history.Line(history.FLOW_WAITING, name=snapshot.workflow))
+            lines.append(history.Line(history.FLOW_WAITING, name=snapshot.workflow, detail=_waits_for(decision.more)))
         elif not decision.outside and snapshot.status == "waiting":
             lines.append(history.Line(history.FLOW_RESUMED, name=snapshot.workflow))
     elif decision.kind == "completed":
@@ -353,6 +353,16 @@ def events(snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -
     else:
         lines.append(history.Line(history.FLOW_FAILED, name=snapshot.workflow, error=decision.error))
     return lines
+
+
+def _waits_for(more: More | None) -> str | None:
+    """What a run waits for once ``more`` is written, in words; ``None`` where it has waited for it before."""
+    if more is None:
+        return None
+    waits = [wait for wait in more.waits if wait.signal is None]
+    words = ["a timer" if wait.name is None else f"signal {wait.name!r}" for wait in waits]
+    words += [f"signal {park.signal!r} to retry step {park.entry.sequence}" for park in more.parks]
+    return ", ".join(words) or None
 
 
 def _more_events(more: More) -> list[history.Line]:

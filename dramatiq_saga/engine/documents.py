@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..codec import decode, encode, freeze, load_error
+from ..encoder import MARK
 from .rows import (
     PLAIN,
     BlockEntry,
@@ -41,7 +42,7 @@ Arguments = Mapping[int, tuple[Any, Any]]
 
 
 class Keeper:
-    """Stored values on their way into a document: as JSON where their bytes are JSON, else as base64."""
+    """Stored values on their way into a document: as JSON where their bytes are JSON, tagged or not, else as base64."""
 
     def __init__(self, scrub: Scrub | None = None) -> None:
         self._scrub = scrub
@@ -64,9 +65,9 @@ class Keeper:
 
 def _kept(data: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        value = json.loads(data)
-        if json.dumps(value, separators=(",", ":"), allow_nan=False).encode() == data:
-            return {"json": value}
+        for kind in ("json", "tagged"):
+            if stored_bytes(kept := {kind: json.loads(data)}) == data:
+                return kept
     return {"base64": base64.b64encode(data).decode("ascii")}
 
 
@@ -74,10 +75,12 @@ def stored_bytes(stored: Any) -> bytes:
     """The bytes of a stored value in a document."""
     match stored:
         case {"json": value}:
-            return json.dumps(value, separators=(",", ":")).encode()
+            return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        case {"tagged": value}:  # TaggedJSONEncoder's
+            return MARK + json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
         case {"base64": str(text)}:
             return base64.b64decode(text, validate=True)
-    raise ValueError(f"{stored!r} is no stored value: it is an object with 'json' or 'base64'")
+    raise ValueError(f"{stored!r} is no stored value: it is an object with 'json', 'tagged' or 'base64'")
 
 
 def _thaw(stored: Any) -> Callable[[], Any] | None:

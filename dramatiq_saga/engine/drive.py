@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import children, notify, rollback, runs, signals, undoing
+from . import alarms, children, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
 from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
-from .snapshot import load
+from .snapshot import load_for_drive
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -56,7 +56,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
     """
     while True:
         try:
-            snapshot = load(engine, run_id)
+            snapshot = load_for_drive(engine, run_id)
         except Exception as fault:  # what is recorded cannot be read: by another encoder, for example (HISTORY-1)
             found = None if is_trouble(fault) else runs.as_found(engine, run_id)
             if found is None:
@@ -69,6 +69,7 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
         if snapshot.rollback == "running":
             _calm(sender, delivery)
             undoing.advance(engine, run_id, sender, delivery)
+            children.send_unsent(engine, run_id, sender)
             return Driven.ROLLING_BACK
         if snapshot.status not in ("pending", "running", "waiting"):
             children.send_unsent(engine, run_id, sender)
@@ -101,6 +102,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         now = engine.now()
         family = family_of(engine, snapshot, decision, plan)
         outbox.load(messages(engine, snapshot, decision, plan=plan, family=family, now=now))
+        ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
         lines = decisions.events(snapshot, decision, plan)
 
         def operation(tx: Tx) -> bool:
@@ -110,6 +112,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             if not decisions.write(tx, engine, snapshot, decision, now=now, sent_at=sent_at, plan=plan, family=family):
                 return False
             engine.record(tx, snapshot.run_id, now, lines)
+            for alarm in ahead:
+                alarm.stage(tx)
             outbox.stage(tx)
             return True
 
@@ -135,6 +139,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     committed(engine, snapshot, decision, outbox)
     remember(engine, snapshot, decision, context)
     try:
+        for alarm in ahead:
+            alarm.delivered()
         outbox.delivered()
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
@@ -162,7 +168,7 @@ def family_of(engine: Engine, snapshot: Snapshot, decision: Decision, plan: roll
     """Who has to hear of what ``decision`` does to the run beside itself: nobody, while it goes on."""
     if decision.kind == "suspended":
         return None
-    return children.family(engine, snapshot, ends=plan is None or not plan.messages)
+    return children.family(engine, snapshot, ends=plan is None or not plan.messages, completes=decision.kind == "completed")
 
 
 def messages(

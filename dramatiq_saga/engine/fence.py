@@ -11,7 +11,8 @@ drive message.
 
 Who else may be here: a straggler, a reclaim's second worker, a cancel, a rollback being planned, another drive. Each either
 changes ``status`` or ``attempts`` of the row, or the revision or wake count of the run, and the loser writes nothing. Proven
-by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/test_state_machine.py``.
+by ``tests/races/test_interleavings.py`` and the state machine in ``tests/races/test_state_machine.py``. Long because every way in which
+a step can end is refused or let through here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 from ..codec import freeze
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import blocks, drive, notify, rollback, undoing
+from . import alarms, blocks, drive, notify, rollback, undoing
 from . import decision as decisions
 from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
@@ -213,6 +214,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         now = engine.now()
         family = drive.family_of(engine, after, decision, plan)
         outbox.load(drive.messages(engine, snapshot, decision, plan=plan, family=family, now=now))
+        ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
@@ -230,6 +232,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ):  # fmt: skip
             raise MovedOn  # a plan that rests on a step which has moved on since: nothing is written
         engine.record(tx, job.run_id, now, lines)
+        for alarm in ahead:
+            alarm.stage(tx)
         outbox.stage(tx)
         return True
 
@@ -239,6 +243,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
+        for alarm in ahead:
+            alarm.delivered()
         outbox.delivered()
     finally:
         notify.changes(engine, job.run_id, outcome.workflow, now, lines)

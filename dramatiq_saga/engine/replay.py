@@ -34,6 +34,8 @@ from ..errors import (
     SuspensionSwallowedError,
 )
 from .rows import (
+    ALONE,
+    PLAIN,
     BlockEntry,
     ChildEntry,
     CompensationSpec,
@@ -263,10 +265,12 @@ class Replay:
         """The function wants this step; it exists once the decision has been committed."""
         self.steps.append(step)
         spec, scope = step.compensation, step.scope
-        extra = Extra(
-            scope.block, scope.position, scope.held_back, None if step.fallback is None else freeze(step.fallback), step.retry, None,
-            scope.comp_group, scope.comp_parallel,
-        )  # fmt: skip
+        extra = PLAIN
+        if scope is not ALONE or step.fallback is not None or step.retry is not None:
+            extra = Extra(
+                scope.block, scope.position, scope.held_back, None if step.fallback is None else freeze(step.fallback), step.retry, None,
+                scope.comp_group, scope.comp_parallel,
+            )  # fmt: skip
         self.new_entries.append(
             StepEntry(
                 step.sequence, step.actor, "pending", optional=step.optional, comp_actor=spec.actor if spec else None,

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..codec import load_error
 from ..errors import (
+    ChildError,
     FlowError,
     FlowNotFoundError,
     NothingAwaitsRetryError,
     ResultNotSerializableError,
     StepFailedError,
+    is_named,
     qualified_name,
 )
 from ..journal import history
@@ -188,8 +190,19 @@ def _refusal(
 
 
 def _is_a(error: FlowError, cls: type[BaseException]) -> bool:
-    """By the recorded names of the failure's class and its bases (RSIG-3), or by what the function would see of it."""
-    return isinstance(error, cls) or (isinstance(error, StepFailedError) and error.is_a(cls))
+    """By the recorded names of the failure's class and its bases (RSIG-3), or by what the function would see of it.
+
+    A child is judged by what ended it; where that was a step's failure, or a child's, by what was behind that.
+    """
+    if isinstance(error, cls) or (isinstance(error, StepFailedError) and error.is_a(cls)):
+        return True
+    cause = error.cause if isinstance(error, ChildError) else None
+    while cause is not None:
+        names = (cause["type"], *cause["bases"])
+        if is_named(names, cls):
+            return True
+        cause = cause["cause"] if is_named(names, FlowError) else None
+    return False
 
 
 def _context(replay: Replay, entry: StepEntry | ChildEntry, stored: Stored, error: FlowError) -> RetryContext:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec import describe_error, load_error
 from ..errors import CompensationFailedError, SagaError
-from . import undoing
+from . import notify, undoing
 from .claim import idempotency_key
 from .replay import HoldRun
 from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 _UNDOABLE = "run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
 _STEPS = (
     "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, "
-    "comp_on_self_failure, comp_policy, comp_reclaim_stale_after_seconds, comp_group, comp_parallel, reclaim_stale_at, time_limit_at "
+    "comp_on_self_failure, comp_policy, comp_reclaim_stale_after_seconds, comp_group, comp_parallel, reclaim_stale_at, time_limit_at, "
+    "worker_id IS NOT NULL "
     f"FROM {{action_runs}} WHERE {_UNDOABLE}"
 )
 # A child that has not completed undoes itself, or is closed (CHILD-3): there is nothing of it to undo here.
 _CHILDREN = (
     "SELECT sequence, status, FALSE, 0, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, FALSE, comp_policy, "
-    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL "
+    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, FALSE "
     f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
@@ -102,6 +103,7 @@ class _Undoable(NamedTuple):
     parallel: bool
     stale_at: int | None
     limit_at: int | None
+    claimed: bool
 
 
 def draft(
@@ -200,7 +202,7 @@ def _planned(
             )
         )
     not_before = None
-    if isinstance(entry, StepEntry) and entry.status == "running":
+    if isinstance(entry, StepEntry) and (entry.status == "running" or (entry.status == "expired" and row.claimed)):
         # COMP-9: no refund before the charge has reported, gone stale or run out of time
         known = [moment for moment in (row.stale_at, row.limit_at) if moment is not None]
         not_before = min(known) if known else now + 600_000
@@ -234,7 +236,8 @@ def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool) -> str | None:
         return "completed"  # CODEC-2: the work was done, only its result could not be kept
     if not on_self_failure:
         return None
-    if entry.status in ("failed", "optional_failed", "awaiting_retry"):
+    between_tries = entry.status == "expired" and kind != "StepExpiredError"
+    if entry.status in ("failed", "optional_failed", "awaiting_retry") or between_tries:
         return "unknown" if kind in ("TimeLimitExceeded", "StepInterruptedError") else "failed"
     # It was at work once, and nobody knows how far it came: running, or given back by a worker that stopped in its middle.
     return "unknown" if entry.attempts else None
@@ -310,4 +313,5 @@ def enter(
                 following = undoing.stands(tx, snapshot.run_id, run, now)
                 lines = undoing.go_on(tx, engine, snapshot.run_id, run=run, following=following, now=now, family=family)
                 engine.record(tx, snapshot.run_id, now, lines)
+                tx.after_commit(lambda: notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines))
     return landed

@@ -434,6 +434,7 @@ class Outgoing:
     priority: int | None = None
     options: dict[str, Any] | None = None
     delay: int | None = None
+    at: int | None = None  # of a timer: the moment that it is for
     group: Group | None = None  # what it goes out with
 
 

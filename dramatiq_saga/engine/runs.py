@@ -21,7 +21,7 @@ from ..errors import (
     SagaError,
 )
 from ..journal import history
-from . import children, notify, rollback, undoing
+from . import alarms, children, notify, rollback, undoing
 from .decision import settle_live, write_tag
 from .replay import HoldRun, MovedOn, NeedsRecording, Replay, refuse_inside_workflow, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _INSERT = (
     "{insert_ignore} {flow_runs} (id, workflow, version, queue, priority, options, args, args_digest, context, status, rollback, "
-    "revision, wakes, wakes_seen, woken_at, hold_count, expires_at, expiry_attempts, sent_at, repair_attempts, created_at) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'pending', 'none', 0, 1, 0, ?, 0, ?, 0, ?, 0, ?){or_ignore}"
+    "revision, wakes, wakes_seen, woken_at, hold_count, expires_at, expiry_attempts, sent_at, repair_attempts, created_at, timer_at) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'pending', 'none', 0, 1, 0, ?, 0, ?, 0, ?, 0, ?, ?){or_ignore}"
 )
 _EXISTING = "SELECT workflow, args_digest FROM {flow_runs} WHERE id = ?"
 _UNSTART = "DELETE FROM {flow_runs} WHERE id = ? AND status = 'pending' AND revision = 0 AND sent_at IS NULL"
@@ -82,10 +82,14 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     """
     refuse_inside_workflow(f"starting a run of {run.workflow}")
     outbox = sender.outbox(None)
-    outbox.load(
-        [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority, options=run.options, delay=run.delay)]
-    )
     now = engine.now()
+    messages = [
+        Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority, options=run.options, delay=run.delay)
+    ]
+    timer_at = run.expires_at if sender.joins else None
+    if timer_at is not None:
+        messages.append(alarms.message(run.run_id, run.workflow, run.queue, priority=run.priority, at=timer_at, now=now))
+    outbox.load(messages)
     fingerprint = digest(run.args)
     lines = [history.Line(history.FLOW_STARTED, name=run.workflow, payload=run.args)]
 
@@ -106,6 +110,7 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
                 run.expires_at,
                 now if outbox.joined else None,
                 now,
+                timer_at,
             ),
         ):
             return tx.one(_EXISTING, (run.run_id,))
@@ -384,6 +389,11 @@ def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int |
     if missed is not None and decision.kind != "completed":
         engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
     return decision, missed
+
+
+def needs_replay(snapshot: Snapshot) -> bool:
+    """Whether a rollback of the run can only be planned with a replay: a compensation is still to be built from a result (COMP-2)."""
+    return bool(_unseen(snapshot))
 
 
 def _unseen(snapshot: Snapshot) -> set[int]:

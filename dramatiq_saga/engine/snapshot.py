@@ -65,13 +65,32 @@ def load(engine: Engine, run_id: str) -> Snapshot | None:
     return snapshot
 
 
-def read(tx: Tx, run_id: str) -> Snapshot | None:
-    """As :func:`load`, inside a transaction that is open already."""
+def load_for_drive(engine: Engine, run_id: str) -> Snapshot | None:
+    """As :func:`load`, but without its history where there is nothing for a drive to see: the length of a history must not count for
+    those who only look (PAR-4)."""
+    snapshot = engine.store.read(lambda tx: read(tx, run_id, for_drive=True))
+    if snapshot is not None and not is_idle(snapshot):
+        engine.cache.put(snapshot)
+    return snapshot
+
+
+def is_idle(snapshot: Snapshot) -> bool:
+    """Whether a drive would find nothing to do."""
+    return _is_idle(snapshot.status, snapshot.wakes, snapshot.wakes_seen, snapshot.close_request)
+
+
+def _is_idle(status: str, wakes: int, wakes_seen: int, close_request: str | None) -> bool:
+    return wakes == wakes_seen and close_request is None and status in ("pending", "running", "waiting")
+
+
+def read(tx: Tx, run_id: str, *, for_drive: bool = False) -> Snapshot | None:
+    """As :func:`load`, or :func:`load_for_drive`, inside a transaction that is open already."""
     run = tx.one(_RUN, (run_id,))
     if run is None:
         return None
     entries: dict[int, Entry] = {}
-    if run[7]:  # without a decision there is nothing but side effects
+    light = for_drive and _is_idle(run[5], run[8], run[9], run[13])
+    if run[7] and not light:  # without a decision there is nothing but side effects
         retry_waits: dict[int, RetryWait] = {}
         for sequence, kind, name, status, due_at, payload in tx.all(_WAITS, (run_id,)):
             if kind == "retry":
@@ -84,7 +103,7 @@ def read(tx: Tx, run_id: str) -> Snapshot | None:
             entries[row[0]] = BlockEntry(*row[:8], bool(row[8]))  # type: ignore[call-arg]
         for row in tx.all(_CHILDREN, (run_id,)):
             entries[row[0]] = child_entry(row, retry_waits.get(row[0]))
-    for sequence, kind, name, value in tx.all(_SIDE_EFFECTS, (run_id,)):
+    for sequence, kind, name, value in () if light else tx.all(_SIDE_EFFECTS, (run_id,)):
         entries[sequence] = _recorded(sequence, kind, name, bytes(value))
     return Snapshot(
         run_id,

@@ -1,4 +1,7 @@
-"""The monitor: drives runs again that are held because their code did not fit their history (HISTORY-1).
+"""The monitor: ends what is overdue, and drives runs again that are held because their code did not fit their history.
+
+What is overdue (EXPIRE-1) is ended by the verbs of ``engine/timers.py``, which alarms and workers use as well: this is the net under
+them, for what a lost message or a long downtime has left.
 
 A held run is taken by moving its window: one conditional ``UPDATE`` that repeats what was seen, so of two sweeps one drives it,
 and a run whose drive kills the process does not stand in front of the others. The window doubles with every failure
@@ -7,13 +10,15 @@ and a run whose drive kills the process does not stand in front of the others. T
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from ..engine import drive as drives
-from ..engine import runs
+from ..engine import runs, timers
 from ..engine.rows import Outgoing
 from ..engine.snapshot import load
 from ..errors import MessageNotSentError, StoreError
@@ -37,8 +42,12 @@ _TAKE = (
 
 @dataclass(slots=True)
 class MonitorReport:
-    """What one pass of the monitor did."""
+    """What one pass of the monitor did. ``expiry_failed``: overdue runs whose rollback could not be planned (EXPIRE-2)."""
 
+    timed_out: int = 0
+    expired_steps: int = 0
+    expired_runs: int = 0
+    expiry_failed: int = 0
     resumed: int = 0
     held_again: int = 0
     sent: int = 0
@@ -66,24 +75,52 @@ class HeldRun:
 
 
 def monitor(engine: Engine, sender: Sender) -> MonitorReport:
-    """One pass: every held run whose window is over, the longest due first, at most ``monitor.expiration.batch_size``.
+    """One pass: what is overdue, then every held run whose window is over; the longest due first, at most
+    ``monitor.expiration.batch_size`` of each kind.
 
     A run of a workflow that this process knows is driven here, another one by a message. Raises StoreError where the store
     refuses; whatever else goes wrong with a run is counted, and the next one follows.
     """
     report = MonitorReport()
+    for due in timers.find_due(engine):
+        with _counting(engine, report, "overdue_run_failed", due):
+            _fire(engine, sender, report, due)
     for run in find_held(engine):
-        try:
+        with _counting(engine, report, "held_run_failed", run):
             _drive(engine, sender, report, run=run)
-        except MessageNotSentError:
-            report.unsent += 1  # what a drive has scheduled is a row all the same, and the doctor's (R1)
-        except StoreError:
-            raise
-        except Exception as error:
-            report.errors += 1
-            log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
-            log.error("held_run_failed", run_id=run.run_id, workflow=run.workflow, exc_info=error)
     return report
+
+
+@contextmanager
+def _counting(engine: Engine, report: MonitorReport, what: str, run: HeldRun | timers.DueRun) -> Iterator[None]:
+    """One run that goes wrong is counted, and the next one follows."""
+    try:
+        yield
+    except MessageNotSentError:
+        report.unsent += 1  # what was written is rows all the same, and the doctor's (R1, R2)
+    except StoreError:
+        raise
+    except Exception as error:
+        report.errors += 1
+        log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
+        log.error(what, run_id=run.run_id, workflow=run.workflow, exc_info=error)
+
+
+def _fire(engine: Engine, sender: Sender, report: MonitorReport, due: timers.DueRun) -> None:
+    """End what is due in a run. With a broker that the transaction cannot reach it is driven here: no message can be lost then."""
+    fired = timers.fire(engine, due.run_id, sender, here=not sender.joins)
+    report.timed_out += fired.waits
+    report.expired_steps += fired.steps
+    report.expired_runs += fired.runs
+    report.expiry_failed += fired.failed
+    if fired.left:  # its rollback has to be planned where its workflow is known
+        outbox = sender.outbox(None)
+        outbox.load([Outgoing("timer", due.run_id, due.workflow, due.queue, priority=due.priority, at=due.due)])
+        engine.store.write(outbox.stage)
+        outbox.delivered()
+        report.sent += 1
+    elif not fired.any:
+        report.skipped += 1
 
 
 def find_held(engine: Engine) -> list[HeldRun]:

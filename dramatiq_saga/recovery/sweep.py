@@ -92,6 +92,15 @@ def never_reclaimed(engine: Engine) -> int:
 
 
 def _monitored(report: MonitorReport) -> str:
+    overdue = _parts(
+        (report.timed_out, "timed out (waits)"), (report.expired_steps, "expired (steps)"), (report.expired_runs, "expired (runs)"),
+        (report.expiry_failed, "could not be expired (runs, see expiry_failed)"),
+    )  # fmt: skip
+    held = _held(report)
+    return f"overdue: {overdue}; {held}" if overdue else held
+
+
+def _held(report: MonitorReport) -> str:
     parts = _parts(
         (report.resumed, "resumed"), (report.held_again, "held again"), (report.sent, "sent to a worker"),
         (report.skipped, "skipped"), (report.unsent, "not taken by the broker"), (report.errors, "failed (see the log)"),

@@ -223,6 +223,8 @@ def build(database: Database, prefix: str) -> Models:
         hold_until=ms(null=True),
         expires_at=ms(null=True),
         expiry_attempts=integer(default=0),
+        expiry_after=ms(null=True),  # EXPIRE-2: not tried again before
+        timer_at=ms(null=True),  # TIMER-1: when the delayed message is due that looks at what is due
         parent_id=ident(ID_LENGTH, null=True),
         parent_sequence=integer(null=True),
         close_request=ident(8, null=True),  # CHILD-3: cancel | fail, asked for by the parent
@@ -390,7 +392,6 @@ def build(database: Database, prefix: str) -> Models:
         size=integer(),
         policy=ident(24, null=True),
         max_in_flight=integer(null=True),
-        group_id=ident(64, null=True),
         closed_early_at=ms(null=True),  # its barrier was reached while a member was live (PAR-2)
         failed_by=integer(null=True),  # sequence of the member whose failure lets the others have no further try (PAR-4)
         created_at=ms(),

@@ -7,9 +7,12 @@ only as far as its files still fit, like any workflow that is in use. For a new 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from dramatiq_saga import Flow, StepFailedError
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.errors import ChildFailedError, SignalTimeoutError
 from tests.support.bench import Bench
 from tests.support.deploying import deploy
 
@@ -139,6 +142,66 @@ def declare(bench: Bench) -> None:
         done = group.compensate_in_parallel().on_compensation_failure("continue").run()
         return [done, flow.run(failing if last == "fails" else step, last)]
 
+    def parcel(flow: Flow, order: str, fails: bool = False) -> str:
+        flow.action(step, order).compensate_with(undoing, order).run()
+        flow.run(failing if fails else step, "no truck")
+        return f"parcel of {order}"
+
+    def open_ended(flow: Flow) -> Any:
+        return flow.await_signal("end")
+
+    parcels, endless = bench.workflow(parcel), bench.workflow(open_ended)
+
+    def with_child(flow: Flow, then_fails: bool = False) -> list[Any]:
+        made = flow.child(parcels, "A").close_policy("cancel").compensate_with(lambda made: undoing.message(made)).run()
+        return [made, flow.run(failing if then_fails else step, "after")]
+
+    def with_failing_child(flow: Flow, way: str) -> Any:
+        child = flow.child(parcels, "B", fails=True)
+        if way == "optional":
+            return child.continue_on_failure().run()
+        try:
+            return child.run()
+        except ChildFailedError as error:
+            if way == "caught":
+                return flow.run(step, str(error.cause["message"] if error.cause else ""))
+            raise
+
+    def with_children(flow: Flow) -> Any:
+        return flow.parallel(flow.child(parcels, "C"), flow.action(step, 1), flow.child(parcels, "D")).run()
+
+    def with_open_child(flow: Flow) -> Any:
+        return flow.child(endless).close_policy("fail").run()
+
+    def repaired(flow: Flow, cap: int | None = None, optional: bool = False) -> Any:
+        builder = flow.action(failing, "no money").retry_on_signal("topped-up", max_retries=cap, wait_seconds=3600)
+        return builder.fallback_value_on_fail("nothing").run() if optional else builder.run()
+
+    tried: list[int] = []
+
+    def moody() -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            raise Refused("not today")
+        return len(tried)
+
+    moods = bench.actor(moody, max_retries=0)
+
+    def patient(flow: Flow) -> Any:
+        return [flow.action(moods).retry_on_signal("again").run(), flow.run(step, "after")]
+
+    def impatient(flow: Flow) -> Any:
+        try:
+            return flow.await_signal("answer", wait_seconds=60)
+        except SignalTimeoutError as error:
+            return [error.name, flow.run(step, "late"), flow.await_signal("answer")]
+
+    def sleeps(flow: Flow) -> Any:
+        flow.run(step, "before")
+        flow.sleep(3600)
+        flow.sleep_until(datetime.fromtimestamp(1_700_010_000, UTC))
+        return flow.run(step, "after")
+
     kinds: list[Callable[..., Any]] = [
         steps,
         caught,
@@ -153,6 +216,7 @@ def declare(bench: Bench) -> None:
         mended,
     ]
     kinds += [approved, tells, side_by_side, nested, grouped]
+    kinds += [with_child, with_failing_child, with_children, with_open_child, repaired, patient, impatient, sleeps]
     for function in kinds:
         bench.workflow(function)
 
@@ -190,6 +254,16 @@ SCENARIOS |= {
     "blocks-in-blocks": finish("nested"),
     "group": finish("grouped", "ends"),
     "group-undone": finish("grouped", "fails"),
+    "child": finish("with_child"),
+    "child-undone": finish("with_child", True),
+    "child-failed": finish("with_failing_child", "raised"),
+    "child-failure-caught": finish("with_failing_child", "caught"),
+    "child-optional": finish("with_failing_child", "optional"),
+    "children-side-by-side": finish("with_children"),
+    "child-under-way": finish("with_open_child"),
+    "retry-parked": finish("repaired"),
+    "retry-not-allowed": finish("repaired", 0),
+    "retry-optional": finish("repaired", 0, True),
 }
 
 
@@ -229,6 +303,71 @@ def signal_wait_cancelled(bench: Bench, run_id: str) -> None:
 def signal_sent(bench: Bench, run_id: str) -> None:
     """It signals itself, which is another run like any other."""
     bench.start("tells", run_id, run_id=run_id)
+    at_work(bench)
+
+
+@scenario
+def retry_answered(bench: Bench, run_id: str) -> None:
+    """In flight: parked, signalled, and about to run again in its row."""
+    bench.start("repaired", 3, run_id=run_id)
+    at_work(bench)
+    bench.signal(run_id, "topped-up")
+    bench.deliver(bench.take())
+
+
+@scenario
+def retry_completed(bench: Bench, run_id: str) -> None:
+    """Parked, signalled, and done at the second go."""
+    bench.start("patient", run_id=run_id)
+    at_work(bench)
+    bench.signal(run_id, "again")
+    at_work(bench)
+
+
+@scenario
+def retry_spent(bench: Bench, run_id: str) -> None:
+    """Parked and run again until its budget was spent; then the run has failed."""
+    bench.start("repaired", 2, run_id=run_id)
+    for _ in range(2):
+        at_work(bench)
+        bench.signal(run_id, "topped-up")
+    at_work(bench)
+
+
+@scenario
+def child_cancelled(bench: Bench, run_id: str) -> None:
+    """Somebody has cancelled the child, which fails its parent."""
+    bench.start("with_open_child", run_id=run_id)
+    at_work(bench)
+    row = bench.one("SELECT child_id FROM {children} WHERE run_id = ?", run_id)
+    assert row is not None
+    bench.cancel(row[0])
+    at_work(bench)
+
+
+@scenario
+def child_abandoned(bench: Bench, run_id: str) -> None:
+    """The parent was cancelled while the child was under way."""
+    bench.start("with_open_child", run_id=run_id)
+    at_work(bench)
+    bench.cancel(run_id)
+
+
+@scenario
+def signal_timed_out(bench: Bench, run_id: str) -> None:
+    """Its answer comes when the time is over: the wait has timed out, and the next one has it."""
+    bench.start("impatient", run_id=run_id)
+    at_work(bench)
+    assert isinstance(bench.store.clock, ManualClock)
+    bench.store.clock.advance(61)
+    bench.signal(run_id, "answer", 42)
+    at_work(bench)
+
+
+@scenario
+def timer_under_way(bench: Bench, run_id: str) -> None:
+    """In flight: asleep."""
+    bench.start("sleeps", run_id=run_id)
     at_work(bench)
 
 

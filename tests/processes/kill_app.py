@@ -46,6 +46,8 @@ POINTS = {
     "outcome committed": "the outcome is committed, and nothing has come after it",
     "decision written": "what a drive decided stands in a transaction that has not been committed",
     "decision committed": "it is committed, and nothing has come after it",
+    "closing written": "the end of a run that its parent has asked for stands in a transaction that has not been committed",
+    "closing committed": "it is committed, and nothing has come after it",
     "acknowledging": "everything is done, the message is about to be acknowledged",
     "acknowledged": "the message has been acknowledged",
     "failure recorded": "a failed try is recorded, Dramatiq has not decided what follows",
@@ -58,6 +60,7 @@ _OUTCOMES = (
     "settle_member.<locals>.attempt.<locals>.record_member",
 )
 _DECISIONS = ("_drive_once.<locals>.operation",)
+_CLOSINGS = ("_enter.<locals>.operation", "_end_once.<locals>.operation")
 _FAILURES = ("fail_try.<locals>.operation",)
 
 
@@ -117,19 +120,23 @@ class Killer:
                 value = write(store, operation)
                 self.here("failure recorded")
                 return value
-            kind = "outcome" if name in _OUTCOMES else "decision" if name in _DECISIONS else None
+            kinds = {"outcome": _OUTCOMES, "decision": _DECISIONS, "closing": _CLOSINGS}
+            kind = next((kind for kind, names in kinds.items() if name in names), None)
             if kind is None:
                 return write(store, operation)
             actor = getattr(self.local, "actor", None)
 
+            def has_landed(value: Any) -> bool:
+                return value is None if name.startswith("_end_once") else _has_landed(value)
+
             def watched(tx: Any) -> Any:
                 value = operation(tx)
-                if _has_landed(value):
+                if has_landed(value):
                     self.here(f"{kind} written", actor)
                 return value
 
             value = write(store, watched)
-            if _has_landed(value):
+            if has_landed(value):
                 self.here(f"{kind} committed")
             return value
 
@@ -241,6 +248,20 @@ class Shop:
         def single(flow: Any, order: str) -> str:
             return str(flow.run(long, order))
 
+        def harbour(flow: Any, order: str) -> str:
+            """The last of three levels: what is to be undone, and a step that stands at a gate."""
+            flow.action(reserve, order).compensate_with(unreserve, order).run()
+            return str(flow.run(long, order))
+
+        def leg(flow: Any, order: str) -> str:
+            flow.action(charge, order).compensate_with(refund, order).run()
+            return str(flow.child(self.harbour, order).close_policy("cancel").run())
+
+        def voyage(flow: Any, order: str) -> str:
+            flow.action(board, order).compensate_with(alight, order).run()
+            there = flow.child(self.leg, order).close_policy("cancel").run()
+            return f"{there}, {flow.run(ship, order)}"
+
         long = dramatiq.actor(self._long, broker=self.broker, actor_name="long", max_retries=0, time_limit=60_000)
         told = dramatiq.actor(
             self._told, broker=self.broker, actor_name="told", max_retries=0, notify_shutdown=True, time_limit=60_000
@@ -259,6 +280,9 @@ class Shop:
         self.patient = workflow(broker=self.broker)(patient)
         self.tour = workflow(broker=self.broker)(tour)
         self.convoy = workflow(broker=self.broker)(convoy)
+        self.harbour = workflow(broker=self.broker)(harbour)
+        self.leg = workflow(broker=self.broker)(leg)
+        self.voyage = workflow(broker=self.broker)(voyage)
         self.single = workflow(broker=self.broker)(single)
         self.interrupted = workflow(broker=self.broker)(interrupted)
 

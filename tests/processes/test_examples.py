@@ -47,6 +47,7 @@ def python(copy: Path, *arguments: str, env: dict[str, str] | None = None) -> st
 def test_every_example_is_tested() -> None:
     """A new folder needs a test here, or in a module of its own."""
     assert NAMES == [
+        "approval",
         "checkout",
         "compensations",
         "declined_card",
@@ -244,3 +245,15 @@ def test_a_suite_runs_without_server_or_wait(copy: Path) -> None:
     output = run(copy, "testing")
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
     assert not list((copy / "examples" / "testing").glob("*.db*"))
+
+
+def test_approval(copy: Path) -> None:
+    """A signal that comes twice counts once; a refusal undoes; nobody's answer is a deadline that undoes as well."""
+    lines = run(copy, "approval").splitlines()
+    assert "paid from budget-100, granted by ann" in lines
+    assert "refused by bob" in lines
+    assert [line for line in lines if line.startswith("released")] == ["released budget-200", "released budget-300"]
+    assert [line for line in lines if line.endswith("about 300")] == [
+        "asked the team lead about 300", "asked the head of department about 300",
+    ]  # fmt: skip
+    assert lines[-2:] == ["expired, rollback done", "late answer taken: False"]

@@ -25,6 +25,7 @@ from peewee import SqliteDatabase
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import undoing
 from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Lost
 from dramatiq_saga.engine.core import SnapshotCache
 from dramatiq_saga.engine.rows import Outgoing
@@ -62,12 +63,24 @@ def declare(bench: Bench) -> None:
 
     def trip(flow: Any, who: str) -> str:
         flow.side_effect("seed", lambda: 7)
-        flow.action(book, who).compensate_with(unbook, who).run()
-        flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)).run()
+        flow.saga(
+            flow.action(book, who).compensate_with(unbook, who),
+            flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)),
+        ).compensate_in_parallel().run()
         flow.run(notify, who)
         return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
 
+    def convoy(flow: Any, who: str) -> str:
+        """Three steps side by side, two at a time; the first failure cancels what has not begun."""
+        flow.parallel(
+            flow.action(book, who).compensate_with(unbook, who),
+            flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)),
+            flow.action(notify, who),
+        ).max_in_flight(2).run()
+        return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
+
     bench.workflow(trip)
+    bench.workflow(convoy)
 
 
 def _body(name: str) -> Any:
@@ -105,7 +118,7 @@ class World:
     def begin_anew(self) -> None:
         """As if nothing had ever been played: a game has to come out the same when it is repeated."""
         self.clock._now = 1_700_000_000_000
-        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags")
+        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags", "blocks")
         self.workers[0].store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in tables])
         for worker in self.workers:
             worker._faults.clear()
@@ -136,6 +149,7 @@ class Runs(RuleBasedStateMachine):
         self.runs: list[str] = []
         self.letters: list[MessageProxy] = []  # on their way
         self.working: list[tuple[Bench, Delivery, Claim]] = []  # bodies that have begun and not reported
+        self.callbacks: list[MessageProxy] = []  # what Dramatiq would send once it has counted a group's members
         self.failed: list[tuple[Bench, Delivery]] = []  # failures that Dramatiq has not decided about
         self.seen: dict[tuple[str, str, int], tuple[Any, ...]] = {}  # rows that may not change any more
         self.revisions: dict[str, int] = {}
@@ -151,7 +165,10 @@ class Runs(RuleBasedStateMachine):
         """What has been sent is on its way now."""
         for worker in self.workers:
             while worker.sender.queue:
-                self.letters.append(worker.message(worker.sender.queue.popleft()))
+                outgoing = worker.sender.queue.popleft()
+                self.letters.append(worker.message(outgoing))
+                if outgoing.group is not None:
+                    self.callbacks.append(worker.callback(outgoing))
 
     def send(self, letter: MessageProxy) -> None:
         self.letters.append(letter)
@@ -195,19 +212,30 @@ class Runs(RuleBasedStateMachine):
 
     number = st.integers(0, 11)
 
-    @initialize(number=number, progress=st.integers(0, 4), ends=st.booleans())
-    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool) -> None:
+    @initialize(number=number, progress=st.integers(0, 4), ends=st.booleans(), halts=st.booleans())
+    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool, halts: bool) -> None:
         """So that the middle of a run, and of a rollback, is not reached only by luck."""
         self.somebody_starts_a_run(number)
         for _ in range(1 + progress):
             self.things_go_well(number, 0)
         if ends and progress:
             self.somebody_ends_a_run(number, 0, True)
+            for _ in range(4 if halts else 0):
+                self.an_undo_is_given_up(number)
+
+    def an_undo_is_given_up(self, number: int) -> None:
+        if self.letters:
+            self.a_message_is_delivered(number, 0, False)
+        if self.working:
+            self.a_body_fails(0)
+        if self.failed:
+            self.dramatiq_gives_up(0)
 
     @precondition(lambda self: len(self.runs) < 2)
     @rule(number=number)
     def somebody_starts_a_run(self, number: int) -> None:
-        self.runs.append(self.worker(number).start("trip", "Ada", run_id=f"run {len(self.runs) + 1}"))
+        workflow = ("trip", "convoy")[number // 2 % 2]
+        self.runs.append(self.worker(number).start(workflow, "Ada", run_id=f"run {len(self.runs) + 1}"))
         self.collect()
 
     @precondition(lambda self: self.letters)
@@ -227,11 +255,17 @@ class Runs(RuleBasedStateMachine):
         worker, letter = self.worker(number), self.pick(self.letters, which)
         if not again:
             self.letters.remove(letter)
-        if letter.options["saga"]["kind"] == "drive":
+        if letter.options["saga"]["kind"] in ("drive", "callback"):
             worker.runner.drive(Delivery(letter))
         else:
             self.claim(worker, letter)
         self.collect()
+
+    @precondition(lambda self: self.callbacks)
+    @rule(which=number)
+    def a_group_calls_back(self, which: int) -> None:
+        """Early, late, or again: the count is not believed."""
+        self.send(self.pick(self.callbacks, which))
 
     @precondition(lambda self: self.letters)
     @rule(which=number)
@@ -280,7 +314,20 @@ class Runs(RuleBasedStateMachine):
         number=number,
         which=number,
         write=st.sampled_from(
-            ["claim", "outcome and decision", "outcome", "decision", "side effect", "plan", "cancel", "undo outcome", "advance"]
+            [
+                *(
+                    "claim",
+                    "outcome and decision",
+                    "outcome",
+                    "decision",
+                    "side effect",
+                    "plan",
+                    "cancel",
+                    "undo outcome",
+                    "advance",
+                ),
+                *("member outcome", "failed try", "callback", "resume"),
+            ]
         ),
         by=st.sampled_from(["a message", "a message", "a body", "an operator"]),
     )
@@ -334,6 +381,21 @@ class Runs(RuleBasedStateMachine):
             worker.compensate(run) if rolls_back else worker.cancel(run)
         except (ConcurrentTransitionError, StoreError):
             pass
+        self.collect()
+
+    @precondition(lambda self: self.runs)
+    @rule(number=number, which=number)
+    def somebody_resumes_a_rollback(self, number: int, which: int) -> None:
+        """Only what has halted; then what had failed may be tried again."""
+        worker, run = self.worker(number), self.pick(self.runs, which)
+        before = worker.events(run).count("rollback.resumed")
+        try:
+            undoing.resume(worker.engine, run, worker.sender)
+        except (ConcurrentTransitionError, StoreError):
+            pass
+        if worker.events(run).count("rollback.resumed") > before:
+            for key in [key for key, row in self.seen.items() if key[:2] == ("undo", run) and row[0] == "failed"]:
+                del self.seen[key]
         self.collect()
 
     @precondition(lambda self: self.runs)
@@ -411,7 +473,9 @@ class Runs(RuleBasedStateMachine):
             assert revision >= self.revisions.get(run, 0)
             self.revisions[run] = revision
             if status in FINAL:
-                self._fixed(("run", run, 0), (status, ended_at, result, rollback))
+                self._fixed(("run", run, 0), (status, ended_at, result))
+            if rollback == "done":
+                self._fixed(("rollback", run, 0), (rollback,))
 
     @invariant()
     def every_claim_has_at_most_one_outcome(self) -> None:
@@ -446,7 +510,7 @@ class Runs(RuleBasedStateMachine):
             worker._overtakings.clear()
         worker = self.workers[0]
         for _ in range(25):
-            if all(worker.status(run) in FINAL for run in self.runs):
+            if all(worker.status(run) in FINAL and self._rollback(run) != "running" for run in self.runs):
                 break
             self.clock.advance(700)
             sweep(worker.engine, worker.sender)
@@ -462,14 +526,20 @@ class Runs(RuleBasedStateMachine):
             assert worker.status(run) in FINAL, (
                 f"{run} waits for ever: {worker.status(run)} {worker.steps(run)} {worker.undos(run)}"
             )
+            assert self._rollback(run) != "running", f"{run} is never undone: {worker.undos(run)}"
         self.nothing_that_is_settled_changes()
         self.runs_only_move_forward()
         self.every_claim_has_at_most_one_outcome()
         for run in self.runs:
             self._check_rollback(worker, run)
 
+    def _rollback(self, run: str) -> str:
+        row = self.workers[0].one("SELECT rollback FROM {flow_runs} WHERE id = ?", run)
+        assert row is not None
+        return str(row[0])
+
     def _check_rollback(self, worker: Bench, run: str) -> None:
-        """COMP-1: after a finished rollback everything that had to be undone was, once, the last step first."""
+        """COMP-1, COMP-5, COMP-8: after a finished rollback everything that had to be undone was, once, level by level."""
         row = worker.one("SELECT status, rollback, result FROM {flow_runs} WHERE id = ?", run)
         assert row is not None
         status, rollback, result = row
@@ -479,8 +549,10 @@ class Runs(RuleBasedStateMachine):
                 "SELECT sequence FROM {flow_events} WHERE run_id = ? AND type = 'compensation.completed' ORDER BY id", run
             )
         ]
-        assert undone == sorted(undone, reverse=True)
+        levels = dict(worker.all("SELECT sequence, level FROM {compensation_runs} WHERE run_id = ?", run))
+        assert [levels[sequence] for sequence in undone] == sorted(levels[sequence] for sequence in undone)
         assert len(set(undone)) == len(undone)
+        assert {levels.get(3), levels.get(4)} != {0, 1}, "the group is one level"
         steps = worker.all(
             "SELECT sequence, actor, status, attempts FROM {action_runs} WHERE run_id = ? ORDER BY sequence", run
         )

@@ -22,8 +22,11 @@ from dramatiq_saga.recovery.doctor import repair
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench
+from tests.races.test_interleavings import blocked
 from tests.support.bench import Background, Bench
+from tests.support.waiting import eventually
 
+postgresql_only = pytest.mark.parametrize("database_kind", ["postgresql"], indirect=True)
 every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
 
 RECLAIM = Settings.from_mapping({"sagas": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}}})
@@ -180,6 +183,56 @@ def test_two_undos_of_a_level_that_finish_at_once_send_the_next_level_once(bench
     assert trip.undone.count(1) == 1
     assert ended(first, run) == ("cancelled", "done")
     assert first.events(run).count("rollback.finished") == 1
+
+
+@postgresql_only
+def test_an_undo_waits_for_the_outcome_of_its_neighbour_and_goes_on_after_it(
+    bench: MakeBench, trip: Trip, table_prefix: str
+) -> None:
+    """DRIVE-7, COMP-1: the neighbour's outcome stands in a transaction that has not committed; without the run's lock each would
+    find the other at work, and nobody would go on."""
+    first, second = bench(), bench()
+    run, level = at_the_group(first)
+    door = second.stop("undo outcome")
+    late = Background(lambda: second.deliver(level[2]))
+    door.wait_reached()
+    stop = first.stop("undo outcome", where="inside", statement="UPDATE {compensation_runs}")
+    early = Background(lambda: first.deliver(level[3]))
+    stop.wait_reached()
+    door.go()
+    eventually(lambda: blocked(table_prefix) == 1)
+    stop.go()
+    early.result()
+    late.result()
+    assert [outgoing.sequence for outgoing in [*first.messages, *second.messages]] == [1]
+    first.run()
+    second.run()
+    assert ended(first, run) == ("cancelled", "done")
+    assert trip.undone.count(1) == 1
+
+
+@postgresql_only
+def test_a_resume_waits_for_a_late_outcome_and_finds_it(bench: MakeBench, trip: Trip, table_prefix: str) -> None:
+    """COMP-8, FENCE-2, DRIVE-7: the straggler's report stands in a transaction that has not committed when the resume comes."""
+    worker, operator = bench(), bench()
+    run, level = at_the_group(worker)
+    door = trip.undoing[2] = Door()
+    slow = Background(lambda: worker.deliver(level[2]))
+    door.wait()
+    operator.deliver(level[3])
+    undoing.level_closed(operator.engine, run, 1, operator.sender)
+    stop = worker.stop("undo outcome", where="inside", statement="UPDATE {compensation_runs}")
+    door.open()
+    stop.wait_reached()
+    resuming = Background(lambda: resume(operator, run))
+    eventually(lambda: blocked(table_prefix) == 1)
+    stop.go()
+    slow.result()
+    assert resuming.result() is True
+    assert worker.codes() == []
+    operator.run()
+    assert states(worker, run) == dict.fromkeys((1, 2, 3, 4), "completed")
+    assert trip.undone.count(2) == 1
 
 
 @every_database

@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals, undoing
+from dramatiq_saga.engine import runs, signals, timers, undoing
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -56,6 +56,8 @@ WRITES = {
     "signal retry": "answer_all.<locals>.operation",
     "start": "start.<locals>.operation",
     "signal": "send.<locals>.operation",
+    "timers": "_end.<locals>.operation",
+    "alarm": "_set_alarm_once.<locals>.operation",
 }
 
 
@@ -73,6 +75,7 @@ class HandSender:
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()
+        self.alarms: deque[Outgoing] = deque()
 
     def calm(self) -> None:
         pass
@@ -94,7 +97,11 @@ class HandOutbox:
         self._messages = messages
 
     def stage(self, tx: Any) -> None:
-        tx.after_commit(lambda: self._sender.queue.extend(self._messages))
+        tx.after_commit(self._send)
+
+    def _send(self) -> None:
+        self._sender.queue.extend(message for message in self._messages if message.kind != "timer")
+        self._sender.alarms.extend(message for message in self._messages if message.kind == "timer")
 
     keep = stage
 
@@ -222,6 +229,19 @@ class Bench:
         """What this bench's writes have sent and nobody has taken yet."""
         return list(self.sender.queue)
 
+    @property
+    def alarms(self) -> list[int]:
+        """The moments for which alarms are on their way, in the order in which they were sent."""
+        return [message.at for message in self.sender.alarms if message.at is not None]
+
+    def ring(self) -> int:
+        """Deliver the alarms that are due, as a queue in the same database would; how many."""
+        due = [message for message in self.sender.alarms if message.at is not None and message.at <= self.engine.now()]
+        for message in due:
+            self.sender.alarms.remove(message)
+            self.deliver(message)
+        return len(due)
+
     def take(self) -> Outgoing:
         """The oldest message that nobody has taken."""
         return self.sender.queue.popleft()
@@ -240,6 +260,8 @@ class Bench:
         if isinstance(what, Outgoing):
             what = self.message(what)
         delivery = Delivery(what)
+        if delivery.kind == "timer":
+            return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
             if delivery.level is not None:
                 return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)

@@ -81,12 +81,12 @@ class Field:
         env = {**self.env, **{VARIABLE + name.upper(): value for name, value in variables.items()}}
         return self._python_process("-m", "dramatiq_saga.cli", "--app", self.app, *arguments, env=env)
 
-    def send(self, workflow: str, *args: str, **kwargs: Any) -> str:
+    def send(self, workflow: str, *args: Any, **kwargs: Any) -> str:
         """Start a run; its id."""
         sent = self.done("send", workflow, "--args", json.dumps(args), "--kwargs", json.dumps(kwargs))
         return str(sent["run_id"])
 
-    def send_many(self, count: int, workflow: str, *args: str, **kwargs: Any) -> list[str]:
+    def send_many(self, count: int, workflow: str, *args: Any, **kwargs: Any) -> list[str]:
         """Start several runs alike, from one process; their ids."""
         code = f"from {self.app} import {workflow} as w\nfor _ in range({count}): print(w.send(*{args!r}, **{kwargs!r}).id)"
         env = {**os.environ, **self.env}

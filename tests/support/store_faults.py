@@ -20,7 +20,7 @@ from dramatiq_saga.store.database import Store
 CLAIM = r"UPDATE \{action_runs\} SET status = 'running'"
 COMPLETE = r"UPDATE \{action_runs\} SET status = 'completed'"
 FAIL = r"UPDATE \{action_runs\} SET status = 'failed'"
-GIVE_UP = r"UPDATE \{action_runs\} SET given_up = TRUE"
+GIVE_UP = r"UPDATE \{action_runs\} SET status = CASE .*END, given_up = TRUE"
 RELEASE = r"UPDATE \{action_runs\} SET status = 'pending'"
 CLAIM_UNDO = r"UPDATE \{compensation_runs\} SET status = 'running'"
 COMPLETE_UNDO = r"UPDATE \{compensation_runs\} SET status = 'completed'"

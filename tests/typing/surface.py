@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, assert_type
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from dramatiq_saga import (
     Flow,
     FlowHandle,
     FlowQuery,
+    RetryContext,
     RetryPolicy,
     Settings,
     Step,
@@ -30,7 +32,7 @@ from dramatiq_saga import (
 from dramatiq_saga.builders import ActionBuilder
 from dramatiq_saga.codec import TaggedJSONEncoder
 from dramatiq_saga.settings import Context
-from dramatiq_saga.testing import SagaTester
+from dramatiq_saga.testing import History, SagaTester, load_history, record_history, replay_history
 
 
 @dramatiq.actor(max_retries=3)
@@ -81,6 +83,10 @@ def steps(flow: Flow) -> None:
     flow.run(charge.fn, "a")  # type: ignore[arg-type]
 
 
+def worth_it(context: RetryContext) -> bool:
+    return context.cycles_spent < 2
+
+
 def options_keep_the_type(flow: Flow) -> None:
     built = (
         flow.action(count, "a")
@@ -94,8 +100,13 @@ def options_keep_the_type(flow: Flow) -> None:
         .enable_compensation_stale_reclaim(True)
         .max_claims(1)
         .with_options(queue_name="slow", priority=3)
+        .retry_on_signal("paid", max_retries=3, wait_seconds=60, only=(ConnectionError,), when=worth_it)
     )
     assert_type(built.run(), int)
+    flow.action(count, "a").retry_on_signal(RetryPolicy("paid", only=ConnectionError)).run()
+    flow.action(count, "a").retry_on_signal("paid", when=lambda failure: failure.cycles_spent < 2).run()
+    flow.action(count, "a").retry_on_signal("paid", when=lambda failure: failure.nonsense)  # type: ignore[attr-defined]
+    flow.action(count, "a").retry_on_signal(3)  # type: ignore[arg-type]
     flow.action(count, "a").expires_in("soon")  # type: ignore[arg-type]
 
 
@@ -175,6 +186,9 @@ def asked_of_the_flow(flow: Flow) -> None:
     flow.tag("customer", 42)
     flow.tag("customer", 4.2)  # type: ignore[arg-type]
     flow.sleep("a while")  # type: ignore[arg-type]
+    flow.signal_flow("r-1", "paid", {"by": "ann"})
+    assert_type(flow.await_signal("paid", wait_seconds=timedelta(days=1)), Any)
+    flow.await_signal("paid", wait_second=1)  # type: ignore[call-arg]
 
 
 # --- workflows and runs ----------------------------------------------------------------------------------------------
@@ -225,6 +239,9 @@ def runs() -> None:
 
     handle: FlowHandle[Any] = get_flow("r-1")
     assert_type(handle.cancel("why"), bool)
+    assert_type(handle.compensate("why"), bool)
+    assert_type(handle.resume_rollback(), bool)
+    assert_type(handle.signal_if_running("paid", {"by": "ann"}, key="k"), bool)
     assert_type(query(workflow="checkout", status="waiting"), FlowQuery)
     assert_type([one.id for one in query(limit=3)], list[str])
 
@@ -281,3 +298,14 @@ def testing(saga: SagaTester) -> None:
     saga.advance(timedelta(days=30))
     saga.advance("a day")  # type: ignore[arg-type]
     assert_type(saga.errors, list[BaseException])
+
+
+def histories(run: FlowHandle[dict[str, str]]) -> None:
+    history = record_history(run, scrub=lambda value: value)
+    assert_type(history, History)
+    assert_type(history.write("checkout.json"), Path)
+    assert_type(load_history(Path("checkout.json")), History)
+    assert_type(replay_history(checkout, history).result, dict[str, str] | None)
+    assert_type(replay_history(checkout, "checkout.json").asks, tuple[str, ...])
+    replay_history(charge, history)  # type: ignore[arg-type]
+    record_history(run, lambda value: value)  # type: ignore[call-arg]

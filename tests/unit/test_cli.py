@@ -66,6 +66,10 @@ def newsletter(flow: Flow):
     flow.action(mail, "all").retry_on_signal("paper", max_retries=1, wait_seconds=3600).run()
 
 @workflow
+def campaign(flow: Flow):
+    flow.child(newsletter).retry_on_signal("ink").run()
+
+@workflow
 def varied(flow: Flow):
     flow.side_effect("rate", lambda: {"EUR": 1.5})
     flow.patched("new-price")
@@ -448,7 +452,7 @@ def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: S
 
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
-    assert "it declares checkout, newsletter, restock, varied" in shop("send", "xyz").err
+    assert "it declares campaign, checkout, newsletter, restock, varied" in shop("send", "xyz").err
     assert shop("send", "charge").status == 1  # an actor is no workflow
     name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
                       "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip
@@ -509,6 +513,7 @@ def test_send_gives_a_context_where_none_can_be_captured(shop: Shop) -> None:
     sent = shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", '{"tenant": 7}')
     assert sent.status == 0, sent.err
     assert shop.sql("SELECT context FROM saga_flow_runs") == [(b'{"tenant":7}',)]
+    assert 'context    {"tenant":7}' in shop("show", sent.out.strip()).lines
     assert shop.plainly("--app", name, "send", "checkout", "--args", '["x"]', "--context", "acme").status == 1
 
 
@@ -814,7 +819,7 @@ def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:
     assert "rollback   is being undone" in shop("show", run.id).out
     again = shop("resume-rollback", run.id, "--json")
     assert (again.status, again.value["changed"], again.value["rollback"]) == (0, False, "running")
-    assert again.value["left"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert again.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
     assert "its rollback goes on, and did before" in shop("resume-rollback", run.id).out
     shop.work_until(lambda: run.rollback == "done")
     assert run.status == "failed"
@@ -1044,6 +1049,29 @@ def test_signal_retry_runs_again_what_is_parked_and_says_what(shop: Shop) -> Non
     assert "run again by signal paper 1 time" in shop("show", run.id).out
     assert shop("signal-retry", run.id).status == 1
     assert shop("signal-retry", "no-such-run").status == 1
+
+
+def test_a_parked_child_is_shown_and_run_again_too(shop: Shop) -> None:
+    """RSIG-4: its link waits, not the child, which has failed."""
+    run_id = shop("send", "campaign").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+
+    def waits() -> bool:
+        return [child.status for child in run.children()] == ["awaiting_retry"]
+
+    shop.work_until(lambda: run.children())
+    [child] = run.children()
+    shop.work_until(lambda: get_flow(child.child_id, broker=shop.module.broker).status == "waiting")
+    assert shop("signal", child.child_id, "paper").status == 0  # its budget is one
+    shop.work_until(waits)
+    shown = shop("show", run_id).out
+    assert re.search(r"child newsletter +awaiting retry: waits for signal ink; 0 used so far", shown)
+    done = shop("signal-retry", run_id, "--json").value
+    assert done["retried"] == [{"kind": "child", "sequence": 1, "name": "newsletter", "signal": "ink"}]
+    shop.plan(mail=lambda *_: "sent")
+    shop.work_until(lambda: run.status == "completed")
+    assert "run again by signal ink 1 time" in shop("show", run_id).out
 
 
 # --- prune -----------------------------------------------------------------------------------------------------------

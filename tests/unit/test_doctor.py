@@ -594,7 +594,7 @@ def test_a_sweep_reads_live_rows_only(make_bench: MakeBench, monkeypatch: pytest
     doctor.candidates(bench.engine)
     monkeypatch.setattr(bench.engine.store, "read", plain)
     assert len(statements) > 20
-    live = ("action_live", "comp_live", "flow_unseen", "flow_held")
+    live = ("action_live", "comp_live", "flow_unseen", "flow_held", "wait_due", "action_expiry", "flow_expiry")
     for sql, params in statements:
         steps = [row[3] for row in plain(lambda tx, sql=sql, params=params: tx.all("EXPLAIN QUERY PLAN " + sql, params))]
         scans = [step for step in steps if step.startswith("SCAN") and not any(name in step for name in live)]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import dramatiq
 import pytest
 from dramatiq.encoder import Encoder, JSONEncoder
 
 from dramatiq_saga import Flow, FlowHandle, get_flow
+from dramatiq_saga.codec import TaggedJSONEncoder
 from dramatiq_saga.engine.snapshot import load
 from dramatiq_saga.errors import FlowNotFoundError, HistoryFormatError, HistoryMismatchError
 from dramatiq_saga.histories import (
@@ -204,6 +207,23 @@ def test_values_of_another_encoder_are_kept_as_their_bytes(backwards: None, tour
     dramatiq.set_encoder(JSONEncoder())
     with pytest.raises(HistoryFormatError, match=r"recorded with .*Backwards"):
         load_history(path)
+
+
+def test_tagged_values_stay_readable_in_the_file(applications: Applications, tmp_path: Path) -> None:
+    """CODEC-3: tags and all, and a dict that only looks like one."""
+    dramatiq.set_encoder(TaggedJSONEncoder())
+    app = applications("sqlite")
+    value = {"at": datetime(2026, 3, 1, tzinfo=UTC), "ids": {UUID(int=1)}, "odd": {"$uuid": "no tag"}}
+    step, plain = app.step("step", gives=value), app.step("plain", gives={"$uuid": "no tag"})
+
+    @app.workflow
+    def order(flow: Flow) -> Any:
+        return [flow.run(step), flow.run(plain)]
+
+    path = record_history(order.run_sync()).write(tmp_path / "order.json")
+    text = path.read_text(encoding="utf-8")
+    assert '"$datetime": "2026-03-01T00:00:00+00:00"' in text and '"$$uuid"' in text and "base64" not in text
+    assert replay_history(order, path).result == [value, {"$uuid": "no tag"}]
 
 
 @pytest.mark.parametrize("value", ["\ud800", "\u0000", 10**30, 1e-7, -0.0, {"": [None, True]}, "é\u202e"])

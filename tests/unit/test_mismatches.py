@@ -12,10 +12,10 @@ import dramatiq
 import pytest
 from dramatiq.brokers.stub import StubBroker
 
-from dramatiq_saga import Flow, Settings
+from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.codec import encode, freeze
 from dramatiq_saga.engine.replay import Replay, replay
-from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SideEffectEntry, Snapshot, StepEntry, WaitEntry
+from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SentSignalEntry, SideEffectEntry, Snapshot, StepEntry, WaitEntry
 from dramatiq_saga.engine.verify import walk
 from dramatiq_saga.errors import HistoryMismatchError
 
@@ -32,6 +32,10 @@ ASKED: dict[str, Ask] = {
     "side effect 'random'": lambda flow, actors: flow.random(),
     "wait for signal 'go'": lambda flow, actors: flow.await_signal("go"),
     "wait for signal 'stop'": lambda flow, actors: flow.await_signal("stop", wait_seconds=1),
+    "signal 'go' to another run": lambda flow, actors: flow.signal_flow("other", "go"),
+    "signal 'stop' to another run": lambda flow, actors: flow.signal_flow("other", "stop", 1),
+    "child 'inner'": lambda flow, actors: flow.child(actors["inner"]).run(),
+    "child 'other'": lambda flow, actors: flow.child(actors["other"], 1).continue_on_failure().run(),
     "timer": lambda flow, actors: flow.sleep(5),
     "parallel block of 2": lambda flow, actors: flow.parallel(flow.action(actors["a"]), flow.action(actors["b"])).run(),
     "parallel block of 1": lambda flow, actors: flow.parallel(flow.action(actors["a"])).run(),
@@ -42,9 +46,15 @@ ASKED: dict[str, Ask] = {
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[dict[str, Any]]:
+def actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     broker = StubBroker()
-    yield {name: dramatiq.actor(lambda *args: None, broker=broker, actor_name=name) for name in ("a", "b", "c")}
+    broker.add_middleware(SagaMiddleware(tmp_path_factory.mktemp("unused") / "unused.db"))
+    made: dict[str, Any] = {
+        name: dramatiq.actor(lambda *args: None, broker=broker, actor_name=name) for name in ("a", "b", "c")
+    }
+    for name in ("inner", "other"):
+        made[name] = workflow(name=name, broker=broker)(lambda flow, *args: None)
+    yield made
     broker.close()
 
 
@@ -59,6 +69,8 @@ def recorded(what: str, actors: dict[str, Any]) -> list[Entry]:
         name = what.split("'")[1]
         known = {"now": 0, "uuid4": "c1e7e1b0-0000-4000-8000-000000000000", "random": 0.5}
         return [SideEffectEntry(1, name, freeze(encode(known.get(name, 4), name)))]
+    if what.startswith("signal '"):
+        return [SentSignalEntry(1, what.split("'")[1], freeze(encode(None, "what became of it")))]
     context = Replay(snapshot([]), now=1, settings=Settings())
     replay(lambda flow: ASKED[what](flow, actors), context, Flow)
     return list(context.new_entries)
@@ -101,6 +113,9 @@ MEMBERS: dict[str, tuple[Callable[[Flow, dict[str, Any]], Any], int, str, str]] 
     ),
     "its members one after another": (
         lambda flow, actors: [flow.run(actors["a"]), flow.run(actors["b"])], 1, "parallel block of 2", "step 'a'",
+    ),
+    "a child in the place of a step": (
+        lambda flow, actors: flow.parallel(flow.action(actors["a"]), flow.child(actors["inner"])).run(), 3, "step 'b'", "child 'inner'",
     ),
     "nothing": (lambda flow, actors: None, 1, "parallel block of 2", "nothing more: it returned"),
 }  # fmt: skip

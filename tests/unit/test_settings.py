@@ -307,7 +307,9 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE, ids=[f"{key}={value!r}" for key, value in IMPOSSIBLE])
+@pytest.mark.parametrize(
+    ("key", "value"), IMPOSSIBLE, ids=[f"{key}={getattr(value, '__name__', repr(value))}" for key, value in IMPOSSIBLE]
+)
 def test_an_impossible_value_is_refused_with_its_full_key(key: str, value: Any) -> None:
     with pytest.raises(SettingsError) as refused:
         Settings.from_mapping({key: value})

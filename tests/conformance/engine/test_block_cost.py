@@ -112,3 +112,24 @@ def test_two_thousand_members_in_one_block(kind: str, applications: Applications
     assert app.ended(run, 120) == "completed"
     assert run.result() == [2 * number for number in range(2000)]
     assert app.sql("SELECT revision FROM {flow_runs} WHERE id = ?", run.id)[0][0] <= 3
+
+
+def test_a_block_of_children_is_driven_when_it_begins_and_when_the_last_has_ended(applications: Applications) -> None:
+    """PAR-1, PAR-4, CHILD-1: linear as well; a child's end that leaves others open is recorded and seen at once."""
+    app = applications("sqlite")
+
+    @app.workflow
+    def small(flow: Flow, number: int) -> int:
+        return number
+
+    @app.workflow
+    def fan(flow: Flow, count: int) -> int:
+        return sum(flow.parallel(*(flow.child(small, number) for number in range(count))).run())
+
+    app.start(threads=1)
+    cost = Cost(app)
+    cost_of(app, cost, fan, 10)
+    few, many = cost_of(app, cost, fan, 30), cost_of(app, cost, fan, 150)
+    print("transactions and statements per child:", [(there - here) / 120 for here, there in zip(few, many, strict=True)])
+    for here, there in zip(few, many, strict=True):
+        assert there <= 5.25 * here, (few, many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -14,8 +15,17 @@ from dramatiq_saga import (
     Settings,
     get_flow,
 )
-from dramatiq_saga.errors import ChildCancelledError, ChildFailedError
+from dramatiq_saga.cli.show import lines_of
+from dramatiq_saga.errors import (
+    CannotSignalTerminalFlowError,
+    ChildCancelledError,
+    ChildFailedError,
+    ConcurrentTransitionError,
+    WouldBlockError,
+)
 from dramatiq_saga.events import ChildCancelled, ChildCompleted, ChildFailed, ChildStarted, on
+from dramatiq_saga.operations import Operator
+from dramatiq_saga.settings import Context
 from tests.conformance.engine.test_claims_and_fences import Gate
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -567,3 +577,129 @@ def test_the_default_policy_comes_from_the_settings(applications: Applications) 
         flow.child(child).run()
 
     assert app.run(parent).children()[0].close_policy == "cancel"
+
+
+def test_members_that_end_while_others_are_at_work_cost_no_drive(app: Application) -> None:
+    """PAR-4: a block of children is driven when it begins and when it is finished, however many they are."""
+    drives: list[int] = []
+
+    @app.workflow
+    def child(flow: Flow, number: int) -> int:
+        return number
+
+    @app.workflow
+    def parent(flow: Flow) -> list[int]:
+        drives.append(1)
+        return flow.parallel(*[flow.child(child, number) for number in range(20)]).run()
+
+    handle = app.run(parent)
+    assert handle.result() == list(range(20))
+    assert len(drives) == 2
+    app.drain()
+    assert app.messages() == 0
+    assert untold(app) == []
+
+
+def test_a_run_that_blocks_names_what_its_child_waits_for(lite: Application) -> None:
+    """SYNC-1: down to the child that waits."""
+
+    @lite.workflow
+    def child(flow: Flow) -> None:
+        flow.await_signal("go")
+
+    @lite.workflow
+    def parent(flow: Flow) -> None:
+        flow.child(child).run()
+
+    with pytest.raises(WouldBlockError, match=r"child 1 \(child\), which waits for "):
+        parent.run_sync()
+
+
+def test_what_is_said_to_a_family_that_has_ended_is_answered_and_changes_nothing(every_app: Application) -> None:
+    """C34: signals to a child and a parent that have completed, cancels too; no wake of the parent, nothing stored."""
+    app = every_app
+
+    @app.workflow
+    def child(flow: Flow) -> int:
+        return 1
+
+    @app.workflow
+    def parent(flow: Flow) -> int:
+        return flow.child(child).run()
+
+    handle = app.run(parent)
+    app.drain()
+    before = app.sql("SELECT id, wakes, revision, status FROM {flow_runs} ORDER BY id")
+    for run in (child_of(handle), handle):
+        for _ in range(2):
+            with pytest.raises(CannotSignalTerminalFlowError):
+                run.signal("late")
+            assert run.signal_if_running("late") is False
+        with pytest.raises(ConcurrentTransitionError):
+            run.cancel()
+    app.drain()
+    assert app.sql("SELECT id, wakes, revision, status FROM {flow_runs} ORDER BY id") == before
+    assert app.sql("SELECT COUNT(*) FROM {signals}") == [(0,)]
+    assert app.types(handle).count("child.completed") == 1
+    assert app.messages() == 0
+
+
+def test_a_child_inherits_its_parents_context(applications: Applications) -> None:
+    """CHILD-1, CTX-1: restored around the child's function and its steps, and around what closes it."""
+    tenant: ContextVar[str] = ContextVar("tenant", default="nobody")
+    settings = Settings(context=Context(capture=tenant.get, restore=tenant.set))
+    app = applications("sqlite", settings=settings)
+    seen: list[tuple[str, str]] = []
+
+    @app.actor
+    def work() -> str:
+        seen.append(("step", tenant.get()))
+        return "done"
+
+    @app.actor
+    def undo(what: str) -> None:
+        seen.append(("undo", tenant.get()))
+
+    def message(result: str) -> Any:
+        seen.append(("close", tenant.get()))
+        return undo.message(result)
+
+    @app.workflow
+    def child(flow: Flow) -> str:
+        seen.append(("child", f"{flow.context} {tenant.get()}"))
+        flow.action(work).compensate_with(message).run()
+        return str(flow.await_signal("never"))
+
+    @app.workflow
+    def parent(flow: Flow) -> str:
+        return flow.child(child).close_policy("cancel").run()
+
+    token = tenant.set("acme")
+    handle = parent.send()
+    tenant.reset(token)
+    app.start(threads=1)
+    eventually(lambda: any(run.status == "waiting" for run in map(child_of, [handle] if handle.children() else [])))
+    assert handle.compensate()
+    app.ended(child_of(handle))
+    assert {what for what, _ in seen} == {"child", "step", "close", "undo"}
+    assert {value for _, value in seen} == {"acme", "acme acme"}
+
+
+def test_show_tells_of_both_ends(lite: Application) -> None:
+    """CHILD-1: a run's children, and a child's parent."""
+
+    @lite.workflow
+    def child(flow: Flow) -> int:
+        return 1
+
+    @lite.workflow
+    def parent(flow: Flow) -> int:
+        return flow.child(child).run()
+
+    handle = lite.run(parent)
+    operator = Operator.on_broker(lite.broker)
+    now = lite.store.clock.now()
+    of_parent = "\n".join(lines_of(operator.show_run(handle.id), now))
+    assert f"run {handle.children()[0].child_id}" in of_parent
+    of_child = "\n".join(lines_of(operator.show_run(handle.children()[0].child_id), now))
+    assert f"child of   {handle.id}, at its sequence 1" in of_child

@@ -12,7 +12,7 @@ import dramatiq
 import pytest
 import structlog
 
-from dramatiq_saga import Flow, NotSerializableError, Settings, current_step
+from dramatiq_saga import Flow, NotSerializableError, Settings, current_step, get_flow
 from dramatiq_saga.codec import TaggedJSONEncoder
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -249,6 +249,41 @@ def test_a_restore_that_raises_while_a_rollback_is_planned_raises_to_the_operato
         assert handle.compensate()
         assert app.ended(handle) == "cancelled"
     assert app.calls == [("undo", 1)]
+
+
+def test_children_inherit_the_context_whatever_their_own_workflow_says(applications: Applications) -> None:
+    """CTX-1, CHILD-3: while they run, and when the parent's end closes them; what captures is not asked."""
+    captures: list[int] = []
+    app = applications("sqlite", settings=context(capture=lambda: captures.append(1) or tenant.get(), restore=tenant.set))
+
+    @app.actor
+    def work(what: str) -> None:
+        app.calls.append((what, tenant.get()))
+
+    @app.workflow(context="gold")
+    def child(flow: Flow) -> None:
+        app.calls.append(("child", tenant.get()))
+        flow.action(work, "in the child").compensate_with(work, "undone in the child").run()
+        flow.await_signal("go")
+
+    @app.workflow
+    def parent(flow: Flow) -> None:
+        flow.child(child).close_policy("cancel").run()
+
+    token = tenant.set("red")
+    handle = parent.send()
+    tenant.reset(token)
+    with app.working():
+        eventually(lambda: ("in the child", "red") in app.calls, because="the child is at work")
+        (link,) = handle.children()
+        eventually(lambda: get_flow(link.child_id).status == "waiting", because="the child waits")
+        assert handle.compensate()
+        assert app.ended(handle) == "cancelled"
+        assert app.ended(get_flow(link.child_id)) == "cancelled"
+        app.drain()
+    assert {what for what, _ in app.calls} == {"child", "in the child", "undone in the child"}
+    assert {seen for _, seen in app.calls} == {"red"}
+    assert captures == [1]
 
 
 # --- capturing -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+from dramatiq.middleware import TimeLimitExceeded
+from dramatiq.middleware.threading import raise_thread_exception
 
 from dramatiq_saga import Flow, Settings, StepFailedError
+from tests.support import store_faults as f
 from tests.support.application import Application, Applications
+from tests.support.store_faults import Faults
 from tests.support.waiting import DEADLINE, eventually
 
 KINDS = ("sqlite", "postgresql", "mariadb", "redis", "rabbitmq", "stub")
@@ -251,3 +255,88 @@ def test_one_block_after_another(app: Application) -> None:
 
     assert app.run(fan).result() == [8, 16, 24]
     assert Settings().parallel.default_failure_policy == "fail_fast"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
+@pytest.mark.parametrize("trouble", ["interrupted", "refused", "unknown"])
+def test_outcomes_that_meet_trouble_are_recorded_once_and_join_the_block(
+    kind: str, trouble: str, applications: Applications
+) -> None:
+    """C14, FENCE-3, FENCE-5: every member's outcome, the last one's too, is hit by a time limit in the middle of its write, by a
+    store that refuses it, or by a commit that nobody knows about."""
+    app = applications(kind)
+    member, after = app.step("member", gives=1), app.step("after", gives="after")
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        return [sum(flow.parallel(*(flow.action(member, number) for number in range(4))).run()), flow.run(after)]
+
+    faults = Faults(app.store)
+    if trouble == "interrupted":
+        hit = faults.pause(f.COMPLETE, lambda: raise_thread_exception(threading.get_ident(), TimeLimitExceeded), times=4)
+    elif trouble == "refused":
+        hit = faults.refuse(f.COMPLETE, times=4)
+    else:
+        hit = faults.unknown(f.COMPLETE, times=4, landed=True)
+    app.start(threads=1)
+    run = app.run(fan)
+    assert hit.met == 4
+    assert run.result() == [4, "after"]
+    assert sorted(app.calls) == [("after",), ("member", 0), ("member", 1), ("member", 2), ("member", 3)]
+    assert app.types(run).count("action.completed") == 5
+    eventually(lambda: app.messages() == 0)
+
+
+@pytest.mark.parametrize("ends", ["step last", "child last"])
+def test_steps_and_children_side_by_side(app: Application, ends: str) -> None:
+    """PAR-1, PAR-2, CHILD-1: a member that is a child is settled when its link is; the run waits once only the child is open."""
+    doors, inner = Doors(app), app.step("inner", gives="inner")
+    gate = app.actor(lambda: doors._body(9), actor_name="gate")
+
+    @app.workflow
+    def nested(flow: Flow) -> list[Any]:
+        return [flow.run(gate), flow.run(inner)]
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        first, second = doors.members(flow, 2)
+        return flow.parallel(first, flow.child(nested), second).run()
+
+    app.start(threads=4)
+    run = fan.send()
+    doors.wait_inside(0, 1, 9)
+    doors.open(0)
+    if ends == "step last":
+        doors.open(9)
+        doors.wait_inside(1)
+        eventually(lambda: app.sql("SELECT status FROM {children} WHERE run_id = ?", run.id) == [("completed",)])
+        assert run.status == "running"
+        doors.open(1)
+    else:
+        doors.open(1)
+        eventually(lambda: run.status == "waiting", because="nothing but the child is open")
+        doors.open(9)
+    app.ended(run)
+    assert run.result() == [0, [90, "inner"], 10]
+
+
+def test_a_child_that_fails_its_block_cancels_what_has_not_begun(app: Application) -> None:
+    """PAR-4, CHILD-2: members that run finish and are undone; the children among them too, by their own rules."""
+    doors = Doors(app)
+    fails = app.step("fails", raises=ValueError("no"))
+
+    @app.workflow
+    def broken(flow: Flow) -> None:
+        flow.run(fails)
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        return flow.parallel(*doors.members(flow, 1), flow.child(broken), flow.child(broken).continue_on_failure()).run()
+
+    app.start(threads=2)
+    run = fan.send()
+    eventually(lambda: app.sql("SELECT failed_by FROM {blocks} WHERE run_id = ?", run.id) == [(3,)])
+    doors.open(0)
+    assert app.ended(run) == "failed"
+    assert doors.undone in ([0], [])  # undone if it had begun, cancelled if it had not
+    assert statuses(app, run) == (["completed"] if doors.undone else ["cancelled"])

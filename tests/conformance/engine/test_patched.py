@@ -392,6 +392,30 @@ def test_the_width_of_a_block_can_be_changed(by_hand: Any, kind: str, started: b
     assert office.result(run) == (2 if started else 3)
 
 
+def test_an_old_way_is_recorded_inside_a_group_that_is_under_way(by_hand: Any) -> None:
+    """HISTORY-2, COMP-5: the steps of a group are scheduled one by one, so the answer comes to stand between two of them."""
+
+    def group(office: Office, flow: Flow) -> Any:
+        members = [flow.action(office.old, number) for number in range(2)]
+        wide = flow.parallel(*(flow.action(office.old, number) for number in range(2, 4)))
+        return flow.saga(*members, wide).run()
+
+    def gated(office: Office, flow: Flow) -> Any:
+        return [office.ask(flow, "a"), group(office, flow), office.ask(flow, "a")]
+
+    office = Office(by_hand, group)
+    run = office.start(1)
+    office.deploy(gated)
+    assert office.result(run) == [False, ["old 0", "old 1", ["old 2", "old 3"]], False]
+    assert office.markers(run) == [(3, "a", False)]
+    assert office.bench.all("SELECT sequence FROM {action_runs} WHERE run_id = ? ORDER BY sequence", run) == [
+        (2,),
+        (4,),
+        (6,),
+        (7,),
+    ]
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

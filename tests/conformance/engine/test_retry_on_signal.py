@@ -22,7 +22,7 @@ from dramatiq_saga import (
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import retry_on_signal, signals
 from dramatiq_saga.engine.rows import Outgoing
-from dramatiq_saga.errors import CannotSignalTerminalFlowError, NothingAwaitsRetryError, WouldBlockError
+from dramatiq_saga.errors import CannotSignalTerminalFlowError, ChildFailedError, NothingAwaitsRetryError, WouldBlockError
 from dramatiq_saga.workflow import workflows_of
 from tests.support.application import Application
 from tests.support.bench import Bench
@@ -895,3 +895,80 @@ def test_a_run_that_fails_beside_a_step_that_has_just_been_parked_leaves_nothing
     assert bench.steps(run_id) == [("first", "cancelled"), ("second", "failed")]
     assert bench.all("SELECT status FROM {waits} WHERE run_id = ?", run_id) == [("cancelled",)]
     assert bench.one("SELECT 1 FROM {action_runs} WHERE run_id = ? AND ended_at IS NULL", run_id) is None
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+def fleet(card: Card, **options: Any) -> Declare:
+    """A parent whose child fails as the card says."""
+
+    def declare(bench: Bench) -> None:
+        charge = bench.actor(card.charge, actor_name="charge")
+
+        def payment(flow: Flow) -> Any:
+            return flow.run(charge)
+
+        paying = bench.workflow(payment)
+
+        def order(flow: Flow) -> Any:
+            return flow.child(paying).retry_on_signal("top-up", **options).run()
+
+        bench.workflow(order)
+
+    return declare
+
+
+def link(bench: Bench, run_id: str) -> tuple[Any, ...]:
+    row = bench.one("SELECT status, cycle, child_id FROM {children} WHERE run_id = ? AND sequence = 1", run_id)
+    assert row is not None
+    return row
+
+
+@pytest.mark.parametrize(
+    ("only", "waits"), [(Declined, True), (StepFailedError, True), (ChildFailedError, True), (KeyError, False)]
+)
+def test_a_child_is_judged_by_what_was_behind_its_failure(bench_on: MakeBench, only: Any, waits: bool) -> None:
+    """RSIG-4, RSIG-3: the error of the step that failed in it counts, by its recorded names."""
+    bench = bench_on(fleet(Card(Overdrawn("x")), only=only))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.status(run_id) == ("waiting" if waits else "failed")
+    assert link(bench, run_id)[0] == ("awaiting_retry" if waits else "failed")
+
+
+def test_when_is_told_which_child_failed(bench_on: MakeBench) -> None:
+    """RSIG-4: its run, its workflow, and how often it was started; the signal starts another run in its place."""
+    asked: list[RetryContext] = []
+
+    def when(context: RetryContext) -> bool:
+        asked.append(context)
+        return True
+
+    bench = bench_on(fleet(Card(Declined("a"), Declined("b")), max_retries=1, when=when))
+    run_id = bench.start("order")
+    bench.run()
+    _, _, first = link(bench, run_id)
+    assert answer_all(bench, run_id) == 1
+    bench.run()
+    status, cycle, second = link(bench, run_id)
+    assert (status, cycle, bench.status(run_id)) == ("failed", 1, "failed")
+    assert first != second
+    [context] = asked  # the second failure had no budget left to ask about
+    assert (context.actor_name, context.child_run_id, context.executions, context.cycles_spent) == ("payment", first, 1, 0)
+    assert isinstance(context.failure, ChildFailedError)
+    assert context.failure.child_id == first
+
+
+def test_a_predicate_of_a_child_that_raises_is_journalled_as_the_childs(bench_here: MakeBench) -> None:
+    """RSIG-3, RSIG-4, ANOM-1."""
+
+    def breaks(context: RetryContext) -> bool:
+        raise LookupError("no such account")
+
+    bench = bench_here(fleet(Card(Declined("x")), when=breaks))
+    run_id = bench.start("order")
+    bench.run()
+    assert bench.status(run_id) == "failed"
+    [(_, fields)] = [line for line in bench.anomalies.lines if line[0] == "retry_policy_threw"]
+    assert (fields["row"], fields["sequence"], fields["actor"]) == ("child", 1, "payment")

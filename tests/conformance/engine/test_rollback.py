@@ -9,6 +9,7 @@ import pytest
 
 from dramatiq_saga import Flow, FlowCancelledError, FlowFailedError, Settings, StepFailedError, current_step
 from dramatiq_saga.errors import ConcurrentTransitionError, SagaError
+from dramatiq_saga.events import FlowFailed, RollbackFinished, listening
 from tests.conformance.engine.test_claims_and_fences import Gate, lines, send_again
 from tests.conformance.engine.test_history import deploy, drive_again, hold_error
 from tests.support.application import Application, Applications
@@ -477,7 +478,10 @@ def test_a_resume_passes_over_what_nothing_can_build(lite: Application) -> None:
         flow.action(step).compensate_with(undo, 1).run()
         flow.action(strange).compensate_with(lambda made: undo.message(made)).run()
 
-    handle = lite.run(two)
+    with listening(FlowFailed, RollbackFinished) as heard:
+        handle = lite.run(two)
+        eventually(lambda: len(heard) == 2, because="listeners hear of an end that comes with the plan itself (EVENT-1)")
+    assert {type(event) for event in heard} == {FlowFailed, RollbackFinished}
     assert (handle.status, handle.rollback) == ("failed", "halted")
     assert undone(handle) == [(2, "failed"), (1, "pending")]
     assert handle.resume_rollback() is True

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dramatiq_saga import Flow, FlowFailedError, Settings
+from dramatiq_saga import Flow, FlowFailedError, Settings, current_step
 from dramatiq_saga.cli.show import lines_of
 from dramatiq_saga.errors import StepFailedError
 from dramatiq_saga.operations import Operator
@@ -196,6 +196,41 @@ def test_a_parallel_block_in_a_group_belongs_to_it(lite: Application) -> None:
     lite.drain()
     assert [1, [1, 1]] in lite.calls
     assert undos(handle) == [(sequence, 0, "completed", "completed") for sequence in (5, 4, 2)]
+
+
+def test_a_child_of_a_group_is_undone_in_its_level_and_its_undo_is_told_the_childs_run(app: Application) -> None:
+    """COMP-5, COMP-7, CHILD-3: a completed child is undone like a step; what identifies it is its run."""
+    side = Side(2)
+    step, bad = app.step("step"), app.step("bad", raises=ValueError("no"))
+
+    @app.actor(actor_name="undo")
+    def undo() -> None:
+        side.meet()
+        step = current_step()
+        assert step is not None
+        assert step.undoes is not None
+        app.calls.append(("undo", step.undoes.sequence, step.undoes.actor, step.undoes.outcome, step.undoes.idempotency_key))
+
+    @app.workflow
+    def shipment(flow: Flow) -> str:
+        flow.run(step)
+        return "parcel"
+
+    @app.workflow
+    def trip(flow: Flow) -> None:
+        flow.saga(
+            flow.action(step).compensate_with(undo), flow.child(shipment).compensate_with(lambda parcel: undo.message())
+        ).compensate_in_parallel().run()
+        flow.run(bad)
+
+    handle = app.run(trip)
+    assert undos(handle) == [(3, 0, "completed", "completed"), (2, 0, "completed", "completed")]
+    (child,) = handle.children()
+    assert sorted(call[1:] for call in app.calls if call[0] == "undo") == [
+        (2, "step", "completed", f"{handle.id}:2:0"), (3, "shipment", "completed", child.child_id),
+    ]  # fmt: skip
+    shown = "\n".join(lines_of(Operator.on_broker(app.broker).show_run(handle.id), app.engine.now()))
+    assert shown.count("undo by undo, side by side with that of step ") == 2
 
 
 def test_show_tells_which_undos_share_a_level(lite: Application) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.engine.verify import Finding, VerifyReport, summarise, verify_run, verify_runs
 from dramatiq_saga.errors import FlowNotFoundError
 from dramatiq_saga.operations import Operator, RefusedError
+from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.store.models import TABLES
 from tests.conformance.engine.test_rules_history import CHANGES, Parcels
 from tests.support.application import Application, Applications
@@ -174,6 +176,92 @@ def test_code_that_fits_and_would_fail_the_run_is_a_warning(by_hand: Any) -> Non
         "fails", "parcel", "the next drive fails the run: AttributeError: no such helper"
     )
     assert report.problems[0].run_ids == [run]
+
+
+# --- every construct -------------------------------------------------------------------------------------------------
+
+
+class Harbour:
+    """A run with every construct behind it, parked on a signal; and changes of each."""
+
+    def __init__(self) -> None:
+        self.change = ""
+        self.ran: list[str] = []
+
+    def declare(self, bench: Bench) -> None:
+        def load(name: str = "") -> str:
+            self.ran.append(name)
+            return name
+
+        self.load = bench.actor(load)
+        self.inner = bench.workflow(lambda flow: flow.run(self.load, "inner"), name="inner")
+        self.other = bench.workflow(lambda flow: flow.run(self.load, "other"), name="other")
+        bench.workflow(self.trip)
+
+    def trip(self, flow: Flow) -> Any:
+        is_ = self.change.__eq__
+        if is_("a child into a step"):
+            flow.run(self.load, "inner")
+        else:
+            flow.child(self.other if is_("another child") else self.inner).run()
+        width = 3 if is_("a wider block") else 1 if is_("a narrower block") else 2
+        members = [flow.action(self.load, f"member {number}") for number in range(width)]
+        if is_("a block one by one"):
+            for member in members:
+                member.run()
+        else:
+            (flow.saga if is_("a block into a group") else flow.parallel)(*members).run()
+        if is_("a step into a child"):
+            flow.child(self.other).run()
+        else:
+            flow.run(self.load, "step")
+        flow.side_effect("tide", lambda: 1) if not is_("the time before a side effect") else flow.now()
+        if is_("a timer for a signal"):
+            flow.sleep(1)
+        else:
+            flow.await_signal("departed" if is_("another signal") else "arrived")
+        return flow.run(self.load, "last")
+
+
+HARBOUR = {
+    "a child into a step": (1, "child 'inner'", "step 'load'"),
+    "another child": (1, "child 'inner'", "child 'other'"),
+    "a wider block": (2, "parallel block of 2", "parallel block of 3"),
+    "a narrower block": (2, "parallel block of 2", "parallel block of 1"),
+    "a block into a group": (2, "parallel block of 2", "saga group of 2"),
+    "a block one by one": (2, "parallel block of 2", "step 'load'"),
+    "a step into a child": (5, "step 'load'", "child 'other'"),
+    "the time before a side effect": (6, "side effect 'tide'", "side effect 'now'"),
+    "a timer for a signal": (7, "wait for signal 'arrived'", "timer"),
+    "another signal": (7, "wait for signal 'arrived'", "wait for signal 'departed'"),
+}
+
+
+@pytest.mark.parametrize("change", HARBOUR)
+def test_a_change_of_any_construct_is_told_holds_the_run_and_is_resumed_by_a_kick(by_hand: Any, change: str) -> None:
+    """C68, C67: width, kind and name; told before, held when the signal comes, which is kept; and on with code that fits."""
+    sequence, recorded, asked = HARBOUR[change]
+    harbour = Harbour()
+    bench = by_hand(harbour.declare)
+    run = bench.start("trip")
+    bench.run()
+    assert bench.status(run) == "waiting"
+    ran = list(harbour.ran)
+    assert summarise(verify_runs(bench.engine)).fits
+    harbour.change = change
+    (problem,) = summarise(verify_runs(bench.engine)).problems
+    finding = problem.finding
+    assert (finding.kind, finding.sequence, finding.recorded, finding.asked) == ("mismatch", sequence, recorded, asked)
+    bench.signal(run, "arrived")
+    bench.run()
+    (held,) = bench.one("SELECT hold_error FROM {flow_runs} WHERE id = ?", run)
+    assert (bench.status(run), bench.undos(run), harbour.ran) == ("waiting", [], ran)
+    assert f"at sequence {sequence}: recorded is {recorded}, the code asks for {asked}" in json.loads(held)["message"]
+    harbour.change = ""
+    kick(bench.engine, run, bench.sender)
+    bench.run()
+    assert bench.status(run) == "completed"
+    assert harbour.ran == [*ran, "last"]
 
 
 # --- held runs -------------------------------------------------------------------------------------------------------

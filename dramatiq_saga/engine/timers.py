@@ -1,0 +1,463 @@
+"""Timers and deadlines: what is due in one run, in due order (TIMER-1, EXPIRE-1, EXPIRE-2).
+
+:func:`fire` is the one verb: an alarm's message, the loop of a worker, a late claim and the sweep all call it. A wait whose moment has
+passed ends (``consumed`` for a timer, ``timed_out`` for a signal); a step that is not settled by its deadline becomes ``expired``, and
+its claim is void: the fence refuses what it still reports; a run that has not ended by its own deadline is undone and ends
+``expired``. What was due before the run's deadline is seen by the run before that; what was due after it falls with the run.
+
+Who else may be here: the same verb in another process, a signal, an outcome, a claim, a retry, a cancel. The run's row is locked first,
+and every write repeats what was read: of two, the second changes nothing. Firing what was fired finds nothing due, so it can be
+repeated at will. Proven by ``tests/races/test_timers.py``. Long because finding, ending and watching for what is due rest on one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..clock import to_iso
+from ..codec import describe_error
+from ..errors import MessageNotSentError, StepExpiredError
+from ..journal import history
+from ..store.trouble import is_trouble
+from . import alarms, drive, notify, runs, signals
+from .replay import HoldRun
+from .snapshot import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ..store.database import Tx
+    from .core import Engine, Sender
+    from .rows import Snapshot
+
+_RUN = (
+    "SELECT workflow, queue, priority, expires_at, expiry_after, timer_at, wakes > wakes_seen, "
+    "wakes > wakes_seen AND woken_at <= expires_at AND status <> 'pending' FROM {flow_runs} "
+    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+_LOCK = _RUN + "{for_update}"
+_WAITS = (
+    "SELECT sequence, kind, name, cycle, due_at FROM {waits} WHERE run_id = ? AND status = 'waiting' AND due_at <= ? "
+    "ORDER BY due_at, sequence"
+)
+_STEPS = (
+    "SELECT sequence, actor, status, attempts, cycle, expires_at FROM {action_runs} "
+    "WHERE run_id = ? AND ended_at IS NULL AND expires_at <= ? ORDER BY expires_at, sequence"
+)
+_NEXT_WAIT = "SELECT MIN(due_at) FROM {waits} WHERE run_id = ? AND status = 'waiting'"
+_NEXT_STEP = "SELECT MIN(expires_at) FROM {action_runs} WHERE run_id = ? AND ended_at IS NULL"
+_OBSERVED = "run_id = ? AND sequence = ? AND status = ? AND attempts = ? AND cycle = ? AND ended_at IS NULL AND expires_at <= ?"
+# Of a step that was at work, what tells how long that may go on is kept: no undo of it may run into it (COMP-9).
+_EXPIRE_RUNNING = (
+    f"UPDATE {{action_runs}} SET status = 'expired', error = ?, ended_at = ?, next_try_at = NULL, claims = 0 WHERE {_OBSERVED}"
+)
+_EXPIRE = (
+    "UPDATE {action_runs} SET status = 'expired', error = COALESCE(error, ?), ended_at = ?, next_try_at = NULL, claims = 0, "
+    f"worker_id = NULL, reclaim_stale_at = NULL, time_limit_at = NULL WHERE {_OBSERVED}"
+)
+_CLOSE_RETRY_WAIT = (
+    "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND kind = 'retry' "
+    "AND status = 'waiting'"
+)
+_WAKE = (
+    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
+    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+_SET_ALARM = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+_CLEAR = "UPDATE {flow_runs} SET timer_at = NULL WHERE id = ? AND timer_at = ?"
+_EXPIRY = "SELECT workflow, queue, priority, expires_at, expiry_attempts FROM {flow_runs} WHERE id = ?"
+_EXPIRY_FAILED = (
+    "UPDATE {flow_runs} SET expiry_attempts = expiry_attempts + 1, expiry_after = ? "
+    "WHERE id = ? AND expiry_attempts = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+
+
+@dataclass(slots=True)
+class Fired:
+    """What came due in a run and was ended by this call."""
+
+    waits: int = 0
+    steps: int = 0
+    runs: int = 0
+    failed: int = 0  # the run was overdue and its rollback could not be planned: found as it was, and held off (EXPIRE-2)
+    left: int = 0  # it is for a process that knows the run's workflow
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was."""
+        return bool(self.waits or self.steps or self.runs or self.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    sequence: int
+    kind: str
+    name: str | None
+    cycle: int
+    due_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    sequence: int
+    actor: str
+    status: str
+    attempts: int
+    cycle: int
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A live run, and what is due in it."""
+
+    run_id: str
+    workflow: str
+    queue: str
+    priority: int | None
+    timer_at: int | None
+    unseen: bool
+    in_time: bool  # what nobody has seen had happened before the run's deadline
+    overdue: bool
+    waits: tuple[_Wait, ...]
+    steps: tuple[_Step, ...]
+
+
+def fire(
+    engine: Engine, run_id: str, sender: Sender, *, delivery: object | None = None, at: int | None = None, here: bool = True
+) -> Fired:
+    """End what is due in a run, in due order, have the run driven, and set the next alarm.
+
+    ``delivery`` is the message at hand and ``at`` the moment that it was for. With ``here``, a run whose workflow this process knows is
+    driven on the spot; otherwise by a message.
+
+    Raises StoreError where the store refuses, MessageNotSentError where a message did not leave; calling it again goes on from there.
+    """
+    fired = Fired()
+    ended = driven = False
+    while True:
+        now = engine.now()
+        found = engine.store.read(lambda tx: _look(tx, run_id, now))  # noqa: B023
+        if found is None:
+            return fired
+        if found.waits or found.steps:
+            ended = True
+            driven = _end(engine, found, sender, delivery, fired, now=now, here=here) or driven
+            continue
+        if found.overdue:
+            if (ended or found.in_time) and not driven and engine.drives(found.workflow, found.queue):
+                driven = True
+                drive.drive(engine, run_id, sender, delivery)  # what had happened before its deadline counts
+                continue
+            if _expire_run(engine, run_id, sender, delivery, fired):
+                continue
+        break
+    if delivery is not None and found.unseen and not driven and engine.drives(found.workflow, found.queue):
+        drive.drive(engine, run_id, sender, delivery)  # an earlier delivery has fired, and was lost before its drive
+    if sender.joins:
+        set_alarm(engine, run_id, sender, at=at)
+    elif found.timer_at is not None:  # a message has looked: the next one may be sent as soon as something else is due
+        engine.store.write(lambda tx: tx.run(_CLEAR, (run_id, found.timer_at)))
+    return fired
+
+
+def _look(tx: Tx, run_id: str, now: int) -> _Found | None:
+    run = tx.one(_RUN, (run_id,))
+    if run is None:
+        return None
+    workflow, queue, priority, expires_at, expiry_after, timer_at, unseen, in_time = run
+    overdue = expires_at is not None and expires_at <= now and (expiry_after is None or expiry_after <= now)
+    until = expires_at if overdue else now
+    waits = tuple(_Wait(*row) for row in tx.all(_WAITS, (run_id, until)))
+    steps = tuple(_Step(*row) for row in tx.all(_STEPS, (run_id, until)))
+    return _Found(run_id, workflow, queue, priority, timer_at, bool(unseen), bool(in_time), overdue, waits, steps)
+
+
+# --- waits and steps -------------------------------------------------------------------------------------------------
+
+
+def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None, fired: Fired, *, now: int, here: bool) -> bool:
+    """End what was found due; true where the run was driven here afterwards."""
+    run_id = found.run_id
+    here = here and engine.drives(found.workflow, found.queue)
+    outbox = sender.outbox(delivery)
+    outbox.load([signals.drive_message(run_id, (found.workflow, found.queue, found.priority))])
+
+    def operation(tx: Tx) -> tuple[int, int]:
+        if tx.one(_LOCK, (run_id,)) is None:  # DRIVE-7: the run's row first
+            return 0, 0
+        lines: list[history.Line] = []
+        waits = sum(_end_wait(tx, run_id, wait, now, lines) for wait in found.waits)
+        steps = sum(_end_step(tx, run_id, step, now, lines) for step in found.steps)
+        if waits or steps:
+            tx.run(_WAKE, (now, run_id))
+            engine.record(tx, run_id, now, lines)
+            if here:
+                outbox.keep(tx)
+            else:
+                outbox.stage(tx)
+            tx.after_commit(lambda: notify.changes(engine, run_id, found.workflow, now, lines))
+        return waits, steps
+
+    engine.cache.drop(run_id)
+    waits, steps = engine.write(operation, outbox)
+    fired.waits += waits
+    fired.steps += steps
+    if not waits and not steps:
+        return False
+    if here:
+        drive.drive(engine, run_id, sender, delivery)
+    else:
+        outbox.delivered()
+    return here
+
+
+def _end_wait(tx: Tx, run_id: str, wait: _Wait, now: int, lines: list[history.Line]) -> bool:
+    if not signals.time_out(tx, run_id, wait.sequence, cycle=wait.cycle, now=now, kind=wait.kind):
+        return False
+    if wait.kind != "timer":
+        lines.append(history.Line(history.SIGNAL_TIMED_OUT, sequence=wait.sequence, name=wait.name))
+    return True
+
+
+def _end_step(tx: Tx, run_id: str, step: _Step, now: int, lines: list[history.Line]) -> bool:
+    """Expire a step that is as it was found (EXPIRE-1). A claim that is at work on it is void from here on (FENCE-1)."""
+    sql = _EXPIRE_RUNNING if step.status == "running" else _EXPIRE
+    text = describe_error(StepExpiredError(step.actor, step.sequence))
+    # Who else may be here: its outcome, a claim, a retry. Each changes status, attempts or cycle under the run's lock.
+    # test_an_outcome_and_the_deadline_of_its_step_have_one_winner
+    if not tx.run(sql, (text, now, run_id, step.sequence, step.status, step.attempts, step.cycle, now)):
+        return False
+    tx.run(_CLOSE_RETRY_WAIT, (now, run_id, step.sequence))
+    lines.append(
+        history.Line(history.ACTION_EXPIRED, sequence=step.sequence, name=step.actor, attempt=step.attempts or None, error=text)
+    )
+    return True
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired) -> bool:
+    """Undo an overdue run, to end as ``expired``; true where it has to be looked at again.
+
+    The plan is made as for an operator's rollback. Where it needs a replay that ends in anything but a suspension or a recorded failure,
+    the run is left as found and held off (COMP-3, EXPIRE-2).
+    """
+    try:
+        snapshot = load(engine, run_id)
+        if snapshot is None or snapshot.status not in signals.SIGNALABLE:
+            return True
+        facts = engine.store.read(lambda tx: tx.one(_EXPIRY, (run_id,)))
+        assert facts is not None
+        if snapshot.workflow not in engine.workflows and runs.needs_replay(snapshot):
+            fired.left += 1
+            return False
+        decision = _rehearsed(engine, snapshot)
+        reason = f"its deadline ({to_iso(facts[3])}) has passed"
+        if not runs.undo(engine, snapshot, decision, sender=sender, ends_as="expired", delivery=delivery, reason=reason):
+            engine.anomalies.transition_lost(
+                run_id=run_id, workflow=snapshot.workflow, observed=snapshot.status, intended="expired", actual="moved on"
+            )
+            return True
+    except Exception as fault:
+        if is_trouble(fault):
+            raise
+        _expiry_failed(engine, run_id, fault.error if isinstance(fault, HoldRun) else fault, fired)
+        return False
+    fired.runs += 1
+    return True
+
+
+def _rehearsed(engine: Engine, snapshot: Snapshot) -> Any:
+    if not runs.needs_replay(snapshot):
+        return None
+    decision, missed = runs.rehearse(engine, snapshot)
+    if decision is not None and decision.kind == "completed":
+        raise ExpiryRefusedError("the workflow function would complete now: the next drive decides that")
+    if missed is not None:
+        raise ExpiryRefusedError(f"its replay ended before step {missed}, which has to be undone")
+    return decision
+
+
+class ExpiryRefusedError(Exception):
+    """An overdue run whose rollback cannot be planned now; what the anomaly journal is told (EXPIRE-2)."""
+
+
+def _expiry_failed(engine: Engine, run_id: str, error: BaseException, fired: Fired) -> None:
+    """Hold an overdue run off, for a window that doubles with every failure, without an end; nothing else of it is changed."""
+    backoff = engine.settings.monitor.expiration.backoff
+    row = engine.store.read(lambda tx: tx.one(_EXPIRY, (run_id,)))
+    if row is None:
+        return
+    attempts: int = row[4]
+    window = min(backoff.base_seconds * 2 ** min(attempts, 30), backoff.max_seconds)
+    after = engine.now() + int(window * 1000)
+    # Who else may be here: another sweep that has failed at the same. One of them counts.
+    if engine.store.write(lambda tx: tx.run(_EXPIRY_FAILED, (after, run_id, attempts))):
+        engine.anomalies.expiry_failed(run_id=run_id, workflow=row[0], error=error, expiry_attempts=attempts + 1)
+        fired.failed += 1
+
+
+# --- finding what is due ---------------------------------------------------------------------------------------------
+
+_LIVE = "f.ended_at IS NULL AND f.status <> 'rolling_back'"
+_NOT_HELD_OFF = "(f.expiry_after IS NULL OR f.expiry_after <= ?)"
+_UNSENT = " AND (f.timer_at IS NULL OR f.timer_at <= ?)"
+# The first terms of each are the predicate of an index that holds nothing else. A CROSS JOIN, because SQLite keeps the order of that
+# one: it must begin with what is due, however many runs are live.
+_DUE = (
+    (
+        "SELECT f.id, f.workflow, f.queue, f.priority, w.due_at FROM {waits} w CROSS JOIN {flow_runs} f "
+        f"WHERE f.id = w.run_id AND w.status = 'waiting' AND w.due_at <= ? AND {_LIVE}%s ORDER BY w.due_at LIMIT ?"
+    ),
+    (
+        "SELECT f.id, f.workflow, f.queue, f.priority, a.expires_at FROM {action_runs} a CROSS JOIN {flow_runs} f "
+        f"WHERE f.id = a.run_id AND a.expires_at IS NOT NULL AND a.ended_at IS NULL AND a.expires_at <= ? AND {_LIVE}%s "
+        "ORDER BY a.expires_at LIMIT ?"
+    ),
+    (
+        "SELECT f.id, f.workflow, f.queue, f.priority, f.expires_at FROM {flow_runs} f "
+        f"WHERE f.expires_at IS NOT NULL AND {_LIVE} AND f.expires_at <= ?%s AND {_NOT_HELD_OFF} ORDER BY f.expires_at LIMIT ?"
+    ),
+)
+_TAKE = (
+    "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND (timer_at IS NULL OR timer_at <= ?) "
+    "AND ended_at IS NULL AND status <> 'rolling_back'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DueRun:
+    """A live run in which something is due since ``due``, as a listing has found it."""
+
+    run_id: str
+    workflow: str
+    queue: str
+    priority: int | None
+    due: int
+
+
+def find_due(engine: Engine, *, unsent: bool = False) -> list[DueRun]:
+    """Live runs in which something is due, the longest due first, at most ``monitor.expiration.batch_size`` rows of each kind.
+
+    ``unsent``: only runs that this process drives (DRIVE-6) and that no message of kind "timer" is on its way to. An overdue run that is
+    held off is none (EXPIRE-2).
+    """
+    now, limit = engine.now(), engine.settings.monitor.expiration.batch_size
+    gate: tuple[Any, ...] = ()
+    narrowed = ""
+    if unsent:
+        if not engine.workflows:
+            return []
+        gate = (now, *engine.workflows, *(engine.queues or ()))
+        narrowed = f"{_UNSENT} AND f.workflow IN ({_markers(engine.workflows)})"
+        if engine.queues:
+            narrowed += f" AND f.queue IN ({_markers(engine.queues)})"
+    waits, steps, overdue = (sql.replace("%s", narrowed) for sql in _DUE)
+
+    def look(tx: Tx) -> list[tuple[Any, ...]]:
+        found = tx.all(waits, (now, *gate, limit)) + tx.all(steps, (now, *gate, limit))
+        return found + tx.all(overdue, (now, *gate, now, limit))
+
+    earliest: dict[str, DueRun] = {}
+    for row in sorted(engine.store.read(look), key=lambda row: (row[4], row[0])):
+        earliest.setdefault(row[0], DueRun(*row))
+    return list(earliest.values())
+
+
+def _markers(values: Collection[str]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def send(engine: Engine, sender: Sender, run: DueRun, *, again_after: int) -> bool:
+    """Send the message that has a worker look at what is due in ``run``; false where somebody else has, not ``again_after`` ms ago.
+
+    For a broker that the transaction cannot reach: what came due is ended while that message is at hand, so nothing of it is lost with a
+    worker (DRIVE-2).
+
+    Raises MessageNotSentError; then the run is as it was before.
+    """
+    now = engine.now()
+    until = now + again_after
+    # Who else may be here: the loops of other workers with the same listing. One of them moves the moment.
+    # test_of_two_loops_one_sends_for_what_is_due
+    if not engine.store.write(lambda tx: tx.run(_TAKE, (until, run.run_id, now))):
+        return False
+    outbox = sender.outbox(None)
+    outbox.load([alarms.message(run.run_id, run.workflow, run.queue, priority=run.priority, at=run.due, now=now)])
+    try:
+        engine.store.write(outbox.stage)
+        outbox.delivered()
+    except MessageNotSentError:
+        engine.store.write(lambda tx: tx.run(_CLEAR, (run.run_id, until)))
+        raise
+    return True
+
+
+# --- the next alarm --------------------------------------------------------------------------------------------------
+
+
+def next_due(tx: Tx, run_id: str) -> int | None:
+    """When something in a live run is due next; a moment that has passed counts, a run that is held off counts from its window's end."""
+    run = tx.one(_RUN, (run_id,))
+    if run is None:
+        return None
+    expires_at, expiry_after = run[3], run[4]
+    moments = [row[0] for sql in (_NEXT_WAIT, _NEXT_STEP) for row in tx.all(sql, (run_id,)) if row[0] is not None]
+    if expires_at is not None:
+        moments.append(max(expires_at, expiry_after or 0))
+    return min(moments, default=None)
+
+
+def is_due(engine: Engine, run_id: str) -> bool:
+    """Whether something in a run is due now."""
+    now = engine.now()
+    found = engine.store.read(lambda tx: _look(tx, run_id, now))
+    return found is not None and bool(found.waits or found.steps or found.overdue)
+
+
+def set_alarm(engine: Engine, run_id: str, sender: Sender, *, at: int | None) -> None:
+    """Send the next alarm of a run, where none is on its way that is early enough. ``at``: the moment of the one that has gone off.
+
+    Who else may be here: a decision that creates a deadline. Both hold the run's row while they compare the moments, so the earlier one
+    is always on its way. test_a_deadline_that_is_created_while_an_alarm_goes_off_has_its_own
+    """
+    while not _set_alarm_once(engine, run_id, sender, at):
+        pass
+
+
+def _set_alarm_once(engine: Engine, run_id: str, sender: Sender, at: int | None) -> bool:
+    now = engine.now()
+    look: Callable[[Tx], tuple[Any, int | None]] = lambda tx: (tx.one(_LOCK, (run_id,)), next_due(tx, run_id))  # noqa: E731
+    run, moment = engine.store.read(lambda tx: (tx.one(_RUN, (run_id,)), next_due(tx, run_id)))
+    if run is None or not _is_wanted(run[5], moment, now, at):
+        return True
+    outbox = sender.outbox(None)
+    if moment is not None:
+        outbox.load([alarms.message(run_id, run[0], run[1], priority=run[2], at=moment, now=now)])
+
+    def operation(tx: Tx) -> bool:
+        known, still = look(tx)
+        if known is None:
+            return True
+        if still != moment or not _is_wanted(known[5], still, now, at):
+            return False
+        tx.run(_SET_ALARM, (moment, run_id))
+        if moment is not None:
+            outbox.stage(tx)
+        return True
+
+    if not engine.write(operation, outbox):
+        return False
+    if moment is not None:
+        outbox.delivered()
+    return True
+
+
+def _is_wanted(timer_at: int | None, moment: int | None, now: int, at: int | None) -> bool:
+    """Whether the alarm on the run's row has gone off, or is missing."""
+    if timer_at is None:
+        return moment is not None
+    return timer_at <= now or (at is not None and at >= timer_at)

@@ -259,7 +259,7 @@ class Chaos:
             return not live and not self._rolling_back()
 
         try:
-            eventually(ended, DEADLINE * 4, interval=0.2, because="every run ends")
+            eventually(ended, DEADLINE * 4 * max(1, len(self.runs) / 40), interval=0.2, because="every run ends")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.stuck()}") from None
 

@@ -1,7 +1,8 @@
 """A bad day: sagas of every kind on workers that are killed, paused and restarted at random (idea 1, idea 2, FENCE-2, C63).
 
-Short here. ``CHAOS_RUNS=500 CHAOS_MISFORTUNES=400 CHAOS_SEED=7 python -m pytest tests/processes/test_chaos.py -n 0 -s`` makes it long; the seed is
-printed, and one that fails leads to a test by interleaving.
+Short here. Longer, with a seed of your own (the seed is printed; one that fails leads to a test by interleaving):
+
+    CHAOS_RUNS=500 CHAOS_MISFORTUNES=400 CHAOS_SEED=7 python -m pytest tests/processes/test_chaos.py -n 0 -s
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def holds_the_file(path: Path) -> Callable[[float], None]:
     return hold
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_no_misfortune_loses_work_does_recorded_work_twice_or_overwrites_an_outcome(
     kind: str,

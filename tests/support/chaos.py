@@ -74,8 +74,6 @@ def _instruction(dice: random.Random, depth: int) -> Instruction:
     ]
     if depth == 0:
         kinds += ["child", "child"]
-    if os.environ.get("CHAOS_KINDS"):
-        kinds = os.environ["CHAOS_KINDS"].split(",")
     match dice.choice(kinds):
         case "parallel":
             members = [_member(dice, depth) for _ in range(dice.randint(0, 6))]

@@ -428,7 +428,8 @@ class SagaMiddleware(Middleware):
         if self._was_cut_short(broker, delivery):
             runner.put_back(delivery)
         elif job is None:
-            runner.hold(delivery, self._reason(broker, delivery))
+            if not delivery.is_hint:
+                runner.hold(delivery, self._reason(broker, delivery))
         elif delivery.state == "failed":
             runner.give_up(delivery)
         elif delivery.state in ("new", "skipped"):

@@ -30,9 +30,10 @@ from .query import FlowQuery, read_conditions
 from .recovery.kick import KickReport, kick
 from .recovery.prune import PruneReport, prune
 from .recovery.sweep import SweepReport, sweep
+from .report_entries import EntryReport
 from .reports import RunReport, StepReport, read_run
 from .settings import Settings
-from .statuses import FlowStatus
+from .statuses import ChildClosePolicy, FlowStatus
 from .step import OPTION
 from .store.connections import file_of
 from .store.database import Store, open_store
@@ -86,7 +87,8 @@ class Cancelled:
     """The answer to a cancel.
 
     ``changed`` is false where the run already was cancelled or rolling back. ``stands`` is the work that is left as it is,
-    that of steps that were running included; ``undone`` is what the rollback undoes.
+    that of steps that were running included; ``undone`` is what the rollback undoes. ``children`` are those that had completed or
+    were open before it, each with what becomes of it, in words (CHILD-3).
     """
 
     run_id: str
@@ -95,6 +97,7 @@ class Cancelled:
     changed: bool
     stands: tuple[StepReport, ...] = ()
     undone: tuple[StepReport, ...] = ()
+    children: tuple[tuple[EntryReport, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,7 @@ class Operator:
     def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:
         """A run, and its steps that have done their work or are at it: what a cancel would leave standing."""
         report = self.show_run(run_id)
-        return report, [step for step in report.steps if step.row.status in ("completed", "running")]
+        return report, [step for step in report.steps if step.row.status in ("completed", "running") or step.did_its_work]
 
     def cancel(self, run_id: str, *, reason: str | None = None) -> Cancelled:
         """End a run and leave its work as it is.
@@ -270,8 +273,8 @@ class Operator:
           ConcurrentTransitionError: it has ended otherwise.
         """
         handle = self._handle(run_id, "cancel")
-        _, worked = self.worked(run_id)
-        answer = self._answer(run_id, worked, changed=handle.cancel(reason))
+        before, worked = self.worked(run_id)
+        answer = self._answer(run_id, before, worked, changed=handle.cancel(reason), undoes=False)
         if not answer.changed and answer.status == FlowStatus.ROLLING_BACK:
             raise RefusedError(
                 f"run {run_id} is rolling back, and a cancel never interrupts a rollback: its work is being undone"
@@ -286,8 +289,8 @@ class Operator:
           ConcurrentTransitionError: it has ended otherwise.
         """
         handle = self._handle(run_id, "cancel")
-        _, worked = self.worked(run_id)
-        answer = self._answer(run_id, worked, changed=handle.compensate(reason))
+        before, worked = self.worked(run_id)
+        answer = self._answer(run_id, before, worked, changed=handle.compensate(reason), undoes=True)
         if not answer.changed and answer.rollback == "none" and any(step.undo for step in answer.stands):
             raise RefusedError(
                 f"run {run_id} was cancelled before without undoing anything, and a run that has ended is never rolled back: "
@@ -295,8 +298,11 @@ class Operator:
             )
         return answer
 
-    def _answer(self, run_id: str, worked: list[StepReport], *, changed: bool) -> Cancelled:
-        """What a cancel has led to. ``worked`` is from before it: what was running then is cancelled now, whatever it has done."""
+    def _answer(
+        self, run_id: str, found: RunReport, worked: list[StepReport], *, changed: bool, undoes: bool
+    ) -> Cancelled:  # fmt: skip
+        """What a cancel has led to. ``found`` and ``worked`` are from before it: what was running then is cancelled now, whatever it
+        has done."""
         report = self.show_run(run_id)
         before = {step.row.sequence for step in worked}
         stands = [
@@ -304,7 +310,11 @@ class Operator:
             if step.compensation is None and (step.row.status == "completed" or step.row.sequence in before)
         ]  # fmt: skip
         undone = [step for step in report.steps if step.compensation is not None]
-        return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone))
+        children = [
+            (child, _fate(child, report, undoes=undoes)) for child in found.entries
+            if child.kind == "child" and child.status in ("running", "completed")
+        ]  # fmt: skip
+        return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone), tuple(children))
 
     def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
         """Signal a run; the run as it is afterwards.
@@ -482,6 +492,18 @@ class Operator:
             return None
         limit = options.get("max_retries", actor.options.get("max_retries", retries.max_retries))
         return limit + 1 if isinstance(limit, int) else None
+
+
+def _fate(child: EntryReport, report: RunReport, *, undoes: bool) -> str:
+    """What becomes of a child of a run that was cancelled or is rolled back, as ``report`` has it (CHILD-3)."""
+    if child.status == "completed":
+        undo = report.undone_children.get(child.sequence)
+        return "had completed: its work stands" if undo is None else f"had completed: undone by {undo.row.actor}"
+    if child.policy == ChildClosePolicy.ABANDON:
+        return "goes on by itself"
+    if child.policy == ChildClosePolicy.FAIL:
+        return "is rolled back, and ends as failed"
+    return "is rolled back, and ends as cancelled" if undoes else "ends as cancelled, its work stands"
 
 
 def run_of(letter: DeadLetter) -> str | None:

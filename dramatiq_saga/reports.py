@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
+from .errors import ResultNotSerializableError, qualified_name
 from .report_entries import (
     FROM_RESULT,
     EntryReport,
@@ -44,6 +45,7 @@ _COMPENSATIONS = (
 )
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
 _TAGS = "SELECT name, value FROM {tags} WHERE run_id = ? ORDER BY name"
+_UNSTORABLE = qualified_name(ResultNotSerializableError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ class StepReport:
     undo: str | None
     compensation: CompensationReport | None
     retry: RetryReport | None = None
+
+    @property
+    def did_its_work(self) -> bool:
+        """Whether it has failed only because its result could not be kept: a rollback undoes it (CODEC-2)."""
+        return self.row.error is not None and self.row.error["type"] == _UNSTORABLE
 
     @property
     def next_try(self) -> NextTry | None:

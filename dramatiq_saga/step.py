@@ -173,6 +173,11 @@ class Delivery:
         self.retry_sent = False
 
     @property
+    def is_hint(self) -> bool:
+        """Whether it is a group's callback, which nothing rests on (PAR-2)."""
+        return self.group is not None or self.level is not None
+
+    @property
     def asks_again(self) -> bool:
         """Whether Dramatiq wants another try: it has begun to enqueue one, or has counted it and not come so far."""
         return self.retry_asked or self.message.options.get("retries", 0) != self.retries

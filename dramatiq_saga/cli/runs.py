@@ -14,6 +14,7 @@ from typing import Any
 from ..clock import to_iso
 from ..context import NOT_CAPTURED, UNSET
 from ..operations import Cancelled, Operator, RefusedError, RunLine
+from ..report_entries import EntryReport
 from ..reports import StepReport
 from ..statuses import FlowStatus
 from .answer import Answer, cell, cut, duration, moment, table
@@ -225,8 +226,9 @@ def _cancel(operator: Operator, options: argparse.Namespace) -> Answer:
         return _cancelled(operator.compensate(options.run_id, reason=options.reason))
     if not options.keep:
         report, worked = operator.worked(options.run_id)
-        if worked and report.status in ("pending", "running", "waiting"):
-            listed = "\n".join(_work(worked))
+        children = [entry for entry in report.entries if entry.kind == "child" and entry.status in ("running", "completed")]
+        if (worked or children) and report.status in ("pending", "running", "waiting"):
+            listed = "\n".join([*_work(worked), *_child_work(children)])
             raise RefusedError(
                 f"run {options.run_id} has done work that would stand:\n{listed}\n"
                 "say --compensate to have it undone in reverse order, or --keep to leave it as it is; nothing was changed"
@@ -247,6 +249,16 @@ def _work(steps: Sequence[StepReport]) -> list[str]:
     return table(("", "", "", "", ""), rows)[1:]
 
 
+def _child_work(children: Sequence[EntryReport]) -> list[str]:
+    rows = []
+    for child in children:
+        note = f"undone by {child.undo}" if child.undo else "nothing undoes it"
+        if child.status == "running":
+            note = f"run {child.child_id} is under way: close policy {child.policy}"
+        rows.append(("  ", child.sequence, child.name, child.status, note))
+    return table(("", "", "", "", ""), rows)[1:] if rows else []
+
+
 def _cancelled(answer: Cancelled) -> Answer:
     run = cell(answer.run_id)
     if answer.status == "rolling_back":
@@ -259,8 +271,16 @@ def _cancelled(answer: Cancelled) -> Answer:
     if answer.stands:
         lines += ["this work stands:"]
         lines += [f"  {step.row.sequence}  {cell(step.row.actor)}{_doubt(step)}" for step in answer.stands]
+    if answer.children:
+        lines += ["its children:"]
+        lines += [
+            f"  {child.sequence}  {cell(child.name)} (run {cell(child.child_id)}) {fate}" for child, fate in answer.children
+        ]
     value = {
         "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
+        "children": [
+            {"sequence": child.sequence, "workflow": child.name, "run_id": child.child_id, "fate": fate} for child, fate in answer.children
+        ],
         "stands": [{"sequence": step.row.sequence, "actor": step.row.actor, "status": step.row.status} for step in answer.stands],
         "undone": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.undone],
     }  # fmt: skip

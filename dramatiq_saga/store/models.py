@@ -392,7 +392,6 @@ def build(database: Database, prefix: str) -> Models:
         size=integer(),
         policy=ident(24, null=True),
         max_in_flight=integer(null=True),
-        group_id=ident(64, null=True),
         closed_early_at=ms(null=True),  # its barrier was reached while a member was live (PAR-2)
         failed_by=integer(null=True),  # sequence of the member whose failure lets the others have no further try (PAR-4)
         created_at=ms(),

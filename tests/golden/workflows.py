@@ -12,7 +12,8 @@ from typing import Any
 
 from dramatiq_saga import Flow, StepFailedError
 from dramatiq_saga.clock import ManualClock
-from dramatiq_saga.errors import ChildFailedError, SignalTimeoutError
+from dramatiq_saga.engine import timers
+from dramatiq_saga.errors import ChildFailedError, SignalTimeoutError, StepExpiredError
 from tests.support.bench import Bench
 from tests.support.deploying import deploy
 
@@ -196,6 +197,13 @@ def declare(bench: Bench) -> None:
         except SignalTimeoutError as error:
             return [error.name, flow.run(step, "late"), flow.await_signal("answer")]
 
+    def hurried(flow: Flow) -> Any:
+        try:
+            flow.action(step, 1).expires_in(10).run()
+        except StepExpiredError as error:
+            late = error.actor_name
+        return [late, flow.optional_action(step, 2).expires_in(10).run(), flow.run(step, 3)]
+
     def sleeps(flow: Flow) -> Any:
         flow.run(step, "before")
         flow.sleep(3600)
@@ -216,7 +224,7 @@ def declare(bench: Bench) -> None:
         mended,
     ]
     kinds += [approved, tells, side_by_side, nested, grouped]
-    kinds += [with_child, with_failing_child, with_children, with_open_child, repaired, patient, impatient, sleeps]
+    kinds += [with_child, with_failing_child, with_children, with_open_child, repaired, patient, impatient, sleeps, hurried]
     for function in kinds:
         bench.workflow(function)
 
@@ -265,6 +273,12 @@ SCENARIOS |= {
     "retry-not-allowed": finish("repaired", 0),
     "retry-optional": finish("repaired", 0, True),
 }
+
+
+def later(bench: Bench, seconds: float) -> None:
+    """So much time passes."""
+    assert isinstance(bench.store.clock, ManualClock)
+    bench.store.clock.advance(seconds)
 
 
 def at_work(bench: Bench) -> None:
@@ -358,8 +372,7 @@ def signal_timed_out(bench: Bench, run_id: str) -> None:
     """Its answer comes when the time is over: the wait has timed out, and the next one has it."""
     bench.start("impatient", run_id=run_id)
     at_work(bench)
-    assert isinstance(bench.store.clock, ManualClock)
-    bench.store.clock.advance(61)
+    later(bench, 61)
     bench.signal(run_id, "answer", 42)
     at_work(bench)
 
@@ -368,6 +381,39 @@ def signal_timed_out(bench: Bench, run_id: str) -> None:
 def timer_under_way(bench: Bench, run_id: str) -> None:
     """In flight: asleep."""
     bench.start("sleeps", run_id=run_id)
+    at_work(bench)
+
+
+@scenario
+def timers_elapsed(bench: Bench, run_id: str) -> None:
+    """It has slept twice, for a while and until a moment."""
+    bench.start("sleeps", run_id=run_id)
+    for seconds in (3600, 6400):
+        at_work(bench)
+        later(bench, seconds)
+        timers.fire(bench.engine, run_id, bench.sender)
+    at_work(bench)
+
+
+@scenario
+def signal_never_came(bench: Bench, run_id: str) -> None:
+    """In flight: the first wait has timed out by itself, and the run waits on."""
+    bench.start("impatient", run_id=run_id)
+    at_work(bench)
+    later(bench, 60)
+    timers.fire(bench.engine, run_id, bench.sender)
+    at_work(bench)
+
+
+@scenario
+def step_expired(bench: Bench, run_id: str) -> None:
+    """Its deadline passed before a worker took it, and the function made the best of it; an optional one says nothing."""
+    bench.start("hurried", run_id=run_id)
+    for _ in range(2):
+        bench.deliver(bench.take())
+        bench.sender.queue.clear()  # no worker
+        later(bench, 10)
+        timers.fire(bench.engine, run_id, bench.sender)
     at_work(bench)
 
 

@@ -37,7 +37,7 @@ async def refund(charge_id: str) -> None:
     EffectLog.from_env().record("refund", charge=charge_id, undoes=step.undoes.actor)
 
 
-@dramatiq.actor(max_retries=1, min_backoff=1, max_backoff=2, time_limit=200)
+@dramatiq.actor(max_retries=1, min_backoff=1, max_backoff=2, time_limit=1_000)
 async def deliver(order: str) -> str:
     """Takes too long the first time."""
     effects = EffectLog.from_env()

@@ -93,6 +93,21 @@ def mails_before(flow: Flow) -> list[Any]:
     return [flow.run(reserve), flow.run(mail), flow.await_signal("approved"), flow.run(charge)]
 
 
+def naps(flow: Flow) -> list[Any]:
+    done = [flow.run(reserve)]
+    flow.sleep(14 * 86_400)
+    return [*done, flow.run(charge)]
+
+
+def naps_longer(flow: Flow) -> list[Any]:
+    """Edited: the nap of a run that is asleep already stays as long as it was."""
+    done = [flow.run(reserve)]
+    flow.sleep(400 * 86_400)
+    return [*done, flow.run(charge), flow.run(mail)]
+
+
+nap = workflow(name="nap", version=RELEASE)(naps if RELEASE == "first" else naps_longer)
+
 approval = workflow(name="approval", version=RELEASE)({"first": asks, "swapped": mails_before}.get(RELEASE, asks_otherwise))
 
 function = {"first": first, "edited": edited, "swapped": swapped, "gated": gated, "renamed": first}[RELEASE]

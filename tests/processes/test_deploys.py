@@ -112,6 +112,25 @@ def test_runs_parked_on_signals_are_resumed_by_the_workers_of_another_release(
     assert effects.count("charge") == 3
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_run_that_sleeps_wakes_up_under_another_release(shop: Field, effects: EffectLog) -> None:
+    """C67, TIMER-1: asleep for 14 days when the code changes; it wakes when it was to, and goes on with the new code."""
+    run = shop.send("nap")
+    worker = shop.worker(threads=1)
+    eventually(lambda: shop.run(run).status == "waiting", because="it is asleep")
+    worker.terminate()
+    deployed(shop, "edited")
+    assert shop.done("verify")["fits"]
+    due = shop.count("SELECT due_at FROM {waits} WHERE run_id = ?", run)
+    now = shop.operator.store.clock.now()
+    assert 13 * 86_400_000 < due - now <= 14 * 86_400_000
+    shop.sql("UPDATE {waits} SET due_at = ? WHERE run_id = ?", now, run)  # 14 days later
+    shop.worker(threads=1)
+    eventually(lambda: shop.done("sweep") and shop.run(run).ended_at, interval=0.2)
+    assert json.loads(shop.run(run).result or "") == ["reserve of first", "charge of edited", "mail of edited"]
+    assert effects.names() == ["reserve", "charge", "mail"]
+
+
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_while_workers_of_two_releases_run_every_run_goes_one_way(shop: Field, effects: EffectLog) -> None:
     """HISTORY-2: a gated change, deployed to one worker after the other; what an old one comes upon it holds, and nothing is lost."""

@@ -265,6 +265,21 @@ def test_a_callback_after_the_last_member_is_a_second_trigger(bench: MakeBench, 
     assert worker.status(run) == "completed"
 
 
+def test_a_callback_that_nobody_can_take_holds_nothing(bench: MakeBench, fan: Fan) -> None:
+    """PAR-2: a worker on the queue does not know the workflow, or the message is too old. A drive's message would hold the run."""
+    worker = bench()
+    run, members = begin(worker)
+    callback = worker.callback(members[0])
+    actor = worker.broker.actors.pop("fan")
+    worker.middleware.before_nack(worker.broker, callback)
+    worker.broker.actors["fan"] = actor
+    assert worker.one("SELECT status, hold_error FROM {flow_runs} WHERE id = ?", run) == ("running", None)
+    for member in members:
+        worker.deliver(member)
+    worker.run()
+    assert worker.status(run) == "completed"
+
+
 @everywhere
 def test_a_callback_and_the_last_outcome_at_once(bench: MakeBench, fan: Fan) -> None:
     """PAR-2: the callback looks before the last member is settled, or after; either way the run goes on once."""

@@ -12,7 +12,7 @@ import pytest
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
-from dramatiq_saga.engine import retry_on_signal, signals
+from dramatiq_saga.engine import retry_on_signal, timers
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from tests.support.bench import Background, Bench
@@ -83,16 +83,8 @@ def cycle(worker: Bench, run_id: str) -> int:
 
 
 def time_out(worker: Bench, run_id: str) -> bool:
-    """What ends the wait once its time is over, wherever it is called from; whether it was this call that did."""
-
-    def operation(tx: Any) -> bool:
-        tx.one("SELECT revision FROM {flow_runs} WHERE id = ?{for_update}", (run_id,))
-        ended = signals.time_out(tx, run_id, 1, cycle=0, now=worker.engine.now(), kind="retry")
-        if ended:
-            tx.run("UPDATE {flow_runs} SET wakes = wakes + 1 WHERE id = ? AND ended_at IS NULL", (run_id,))
-        return ended
-
-    return worker.store.write(operation)
+    """What ends the wait once its time is over; whether it was this call that did. The drive is left to a message."""
+    return bool(timers.fire(worker.engine, run_id, worker.sender, here=False).waits)
 
 
 @pytest.mark.parametrize("how", ["signal", "signal_retry"])
@@ -130,7 +122,7 @@ def test_a_signal_and_the_timeout_of_a_parked_step_have_one_winner(
     else:
         with pytest.raises(retry_on_signal.NothingAwaitsRetryError):
             sending.result()
-    assert worker.deliver(Outgoing("drive", run_id, "order", "default")) is Driven.DECIDED
+    worker.run()
     assert (worker.status(run_id), worker.step(run_id), cycle(worker, run_id)) == ("failed", ("failed", 1), 0)
     assert wait(worker, run_id) == "timed_out"
     assert bank.asked == 1

@@ -28,8 +28,9 @@ from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import undoing
 from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Lost
 from dramatiq_saga.engine.core import SnapshotCache
+from dramatiq_saga.engine.retry_on_signal import Stored, answer_all
 from dramatiq_saga.engine.rows import Outgoing
-from dramatiq_saga.errors import ConcurrentTransitionError, StoreError
+from dramatiq_saga.errors import CannotSignalFlowError, ConcurrentTransitionError, StoreError
 from dramatiq_saga.interrupts import Body
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import sweep
@@ -79,8 +80,21 @@ def declare(bench: Bench) -> None:
         ).max_in_flight(2).run()
         return str(flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure().run())
 
+    def patient(flow: Any, who: str) -> str:
+        """Where charging has failed it waits for a signal, twice at most; and so does one of two side by side."""
+        flow.action(book, who).compensate_with(unbook, who).run()
+        flow.action(charge, who).compensate_with(lambda charged: refund.message(charged)).retry_on_signal(
+            "top-up", max_retries=2, wait_seconds=600
+        ).run()
+        flow.parallel(
+            flow.action(notify, who).retry_on_signal("top-up", max_retries=2),
+            flow.action(ship, who).compensate_with(recall, who).compensate_step_on_self_failure(),
+        ).wait_all_then_fail().run()
+        return who
+
     bench.workflow(trip)
     bench.workflow(convoy)
+    bench.workflow(patient)
 
 
 def _body(name: str) -> Any:
@@ -118,7 +132,17 @@ class World:
     def begin_anew(self) -> None:
         """As if nothing had ever been played: a game has to come out the same when it is repeated."""
         self.clock._now = 1_700_000_000_000
-        tables = ("flow_runs", "action_runs", "compensation_runs", "side_effects", "flow_events", "tags", "blocks")
+        tables = (
+            "flow_runs",
+            "action_runs",
+            "compensation_runs",
+            "side_effects",
+            "flow_events",
+            "tags",
+            "blocks",
+            "waits",
+            "signals",
+        )
         self.workers[0].store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in tables])
         for worker in self.workers:
             worker._faults.clear()
@@ -212,9 +236,15 @@ class Runs(RuleBasedStateMachine):
 
     number = st.integers(0, 11)
 
-    @initialize(number=number, progress=st.integers(0, 4), ends=st.booleans(), halts=st.booleans())
-    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool, halts: bool) -> None:
-        """So that the middle of a run, and of a rollback, is not reached only by luck."""
+    @initialize(
+        number=number, progress=st.integers(0, 4), ends=st.booleans(), halts=st.booleans(),
+        parks=st.sampled_from([False, False, True]),
+    )  # fmt: skip
+    def a_run_has_come_some_way(self, number: int, progress: int, ends: bool, halts: bool, parks: bool) -> None:
+        """So that the middle of a run, of a rollback and of a retry is not reached only by luck."""
+        if parks:
+            self.a_step_is_parked(number)
+            return
         self.somebody_starts_a_run(number)
         for _ in range(1 + progress):
             self.things_go_well(number, 0)
@@ -231,10 +261,20 @@ class Runs(RuleBasedStateMachine):
         if self.failed:
             self.dramatiq_gives_up(0)
 
+    def a_step_is_parked(self, number: int) -> None:
+        self.runs.append(self.worker(number).start("patient", "Ada", run_id="run 1"))
+        self.collect()
+        for _ in range(2):
+            self.things_go_well(number, 0)
+        self.a_message_is_delivered(number, 0, number % 3 == 0)
+        self.a_body_fails(0)
+        self.dramatiq_gives_up(0)
+        assert self.workers[0].step("run 1", 2) == ("awaiting_retry", 1)
+
     @precondition(lambda self: len(self.runs) < 2)
     @rule(number=number)
     def somebody_starts_a_run(self, number: int) -> None:
-        workflow = ("trip", "convoy")[number // 2 % 2]
+        workflow = ("trip", "convoy", "patient")[number // 2 % 3]
         self.runs.append(self.worker(number).start(workflow, "Ada", run_id=f"run {len(self.runs) + 1}"))
         self.collect()
 
@@ -408,6 +448,17 @@ class Runs(RuleBasedStateMachine):
             pass
         self.collect()
 
+    @precondition(lambda self: self.runs)
+    @rule(number=number, which=number, by_name=st.booleans())
+    def somebody_signals_a_run(self, number: int, which: int, by_name: bool) -> None:
+        """Whether or not anything waits for it."""
+        worker, run = self.worker(number), self.pick(self.runs, which)
+        try:
+            worker.signal(run, "top-up") if by_name else answer_all(worker.engine, run, worker.sender)
+        except (CannotSignalFlowError, StoreError):
+            pass
+        self.collect()
+
     @rule(number=number)
     def the_sweep_comes_by(self, number: int) -> None:
         worker = self.worker(number)
@@ -445,10 +496,13 @@ class Runs(RuleBasedStateMachine):
         """FENCE-2, STATUS-1, DRIVE-4: neither a recorded outcome, nor its result, nor a terminal status is ever written over."""
         for run in self.runs:
             rows = self.workers[0].all(
-                "SELECT sequence, status, given_up, attempts, result, error FROM {action_runs} WHERE run_id = ?", run
+                "SELECT sequence, status, given_up, retry_policy, attempts, result, error FROM {action_runs} WHERE run_id = ?",
+                run,
             )
-            for sequence, status, given_up, *rest in rows:
-                if status in SETTLED or (status == "failed" and given_up):
+            for sequence, status, given_up, policy, *rest in rows:
+                # a failure that may be retried by a signal is only settled once it says that it will not be (RSIG-2)
+                over = policy is None or Stored.read(policy).over is not None
+                if status in SETTLED or (status == "failed" and given_up and over):
                     self._fixed(("step", run, sequence), (status, *rest))
             rows = self.workers[0].all(
                 "SELECT sequence, status, given_up, attempts FROM {compensation_runs} WHERE run_id = ?", run
@@ -459,6 +513,26 @@ class Runs(RuleBasedStateMachine):
 
     def _fixed(self, key: tuple[str, str, int], row: tuple[Any, ...]) -> None:
         assert self.seen.setdefault(key, row) == row, f"{key} was {self.seen[key]} and is {row}"
+
+    @invariant()
+    def what_is_parked_has_its_wait_and_each_signal_is_spent_once(self) -> None:
+        """RSIG-1, RSIG-3, SIG-2: an open wait belongs to a parked step, a cycle to a signal, and the budget is kept."""
+        worker = self.workers[0]
+        for run in self.runs:
+            waits = dict(worker.all("SELECT sequence, status FROM {waits} WHERE run_id = ?", run))
+            steps = worker.all("SELECT sequence, status, cycle FROM {action_runs} WHERE run_id = ?", run)
+            told = worker.all("SELECT sequence FROM {flow_events} WHERE run_id = ? AND type = 'action.retried'", run)
+            unspent = 0
+            for sequence, status, cycle in steps:
+                assert cycle == told.count((sequence,)) <= 2
+                assert (waits.get(sequence) == "waiting") <= (status == "awaiting_retry")
+                if status == "awaiting_retry":
+                    assert waits[sequence] in ("waiting", "consumed", "timed_out")
+                    unspent += waits[sequence] == "consumed"
+            consumed = worker.all("SELECT id FROM {signals} WHERE run_id = ? AND status = 'consumed'", run)
+            cycles = sum(cycle for _, _, cycle in steps) + unspent
+            # of a run that has ended, a signal may have been taken that nothing came of any more
+            assert len(consumed) >= cycles if worker.status(run) in {*FINAL, "rolling_back"} else len(consumed) == cycles
 
     @invariant()
     def runs_only_move_forward(self) -> None:
@@ -515,6 +589,8 @@ class Runs(RuleBasedStateMachine):
             self.clock.advance(700)
             sweep(worker.engine, worker.sender)
             self.collect()
+            for number in range(len(self.runs)):  # of what is parked, nobody but a person knows
+                self.somebody_signals_a_run(0, number, True)
             for _ in range(200):
                 if not self.letters:
                     break

@@ -66,6 +66,11 @@ def newsletter(flow: Flow):
     flow.action(mail, "all").retry_on_signal("paper", max_retries=1, wait_seconds=3600).run()
 
 @workflow
+def lenient(flow: Flow):
+    flow.optional_action(charge, "a").compensate_with(refund, "a").run()
+    flow.sleep(3600)
+
+@workflow
 def campaign(flow: Flow):
     flow.child(newsletter).retry_on_signal("ink").run()
 
@@ -479,7 +484,7 @@ def test_signal_tells_a_run_and_is_refused_where_it_takes_none(shop: Shop) -> No
 
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
-    assert "it declares campaign, checkout, newsletter, restock, varied" in shop("send", "xyz").err
+    assert "it declares campaign, checkout, lenient, newsletter, restock, varied" in shop("send", "xyz").err
     assert shop("send", "charge").status == 1  # an actor is no workflow
     name = shop.write("from dramatiq_saga.brokers import SQLiteBroker\nfrom dramatiq_saga import SagaMiddleware\n"
                       "b = SQLiteBroker('shop.db')\nb.add_middleware(SagaMiddleware())\n")  # fmt: skip
@@ -1014,6 +1019,21 @@ def test_json_is_ascii_that_no_terminal_acts_on() -> None:
     assert text.isascii()
     assert text.isprintable()
     assert json.loads(text) == {"a": "\x1b\x7f\x9b\u202e"}
+
+
+def test_a_cancel_names_work_whose_result_could_not_be_kept(shop: Shop) -> None:
+    """CODEC-2, OPT-1: the run went on without the result of an optional step, and the work of it stands all the same."""
+    run_id = shop("send", "lenient").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(charge=lambda *_: float("nan"))
+    shop.work_until(lambda: run.status == "waiting")
+    assert [step.status for step in run.actions()] == ["optional_failed"]
+    asked = shop("cancel", run_id)
+    assert asked.status == 1
+    assert "charge" in asked.out + asked.err
+    assert shop("cancel", run_id, "--compensate").status == 0
+    shop.work_until(lambda: run.status == "cancelled")
+    assert [undo.actor for undo in run.compensations()] == ["refund"]
 
 
 # --- what is parked --------------------------------------------------------------------------------------------------

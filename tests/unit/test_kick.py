@@ -242,3 +242,29 @@ def test_a_kick_inside_a_host_transaction_commits_or_vanishes_with_it(make_bench
     finally:
         unsubscribe(listener, ActionRedispatched)
         database.close()
+
+
+def test_a_step_that_waits_for_a_signal_is_left_to_it(bench: Workbench) -> None:
+    """KICK-1, RSIG-1: a kick spends no cycle; the run is driven, and says why the step is sent nothing. The doctor leaves it alone too."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("declined")
+
+    bench.bodies["pay"] = fails
+    bench.flow_function = lambda flow, _: (
+        flow.action(bench.actors["pay"], 1).with_options(max_retries=0).retry_on_signal("go").run()
+    )
+    run = bench.send()
+    bench.work_until(lambda: run.status == "waiting")
+    report = run.kick()
+    assert [(row.status, row.left) for row in report.left] == [("awaiting_retry", "it waits for a signal to be tried again")]
+    assert report.sent == ()
+    bench.work_until(lambda: not bench.messages())
+    bench.advance(10_000)
+    swept = bench.sweep()
+    assert swept.repair is not None
+    assert swept.repair.repaired == 0
+    assert bench.row(run, 1, "status", "cycle", "attempts") == ("awaiting_retry", 0, 1)
+    del bench.bodies["pay"]
+    run.signal("go")
+    bench.work_until(lambda: run.status == "completed")

@@ -17,6 +17,9 @@ import pytest
 
 from tests.support.pages import ROOT
 
+# Without a cache, the first look at the package takes its time.
+pytestmark = pytest.mark.timeout(400)
+
 SURFACE = ROOT / "tests" / "typing" / "surface.py"
 
 

@@ -157,14 +157,14 @@ def test_an_async_step_is_tried_again(app: Application) -> None:
 def test_a_time_limit_in_an_async_step_is_a_failed_try(app: Application) -> None:
     """NATIVE-1: the coroutine is cancelled, and has ended before the next try begins."""
 
-    @app.actor(time_limit=30, max_retries=1)
+    @app.actor(time_limit=300, max_retries=1)
     async def slow() -> str:
         app.calls.append("began")
         try:
             if app.calls.count("began") == 1:
                 await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             app.calls.append("ended")
         return "in time"
 

@@ -24,6 +24,9 @@ WITH_UNDO = (4.4, 17.8)
 #: A run of one step, from the call of send() until nothing is left of it in the queue, the look at the empty queue included.
 SMALL_RUN = (6, 16)
 
+#: A child without steps: its start and its end, and now and then a reservation, as for steps.
+PER_CHILD = (2.5, 15.0)
+
 BOOKKEEPING = ("BEGIN", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE")
 
 
@@ -156,3 +159,25 @@ def test_a_step_reads_nothing_that_its_process_has_just_written(lone: Applicatio
     engine = [name for name in loads if "FlowHandle" not in name and "peek" not in name and "consumer" not in name.lower()]
     assert len(engine) <= 2, engine
     assert cost.reads >= len(engine)
+
+
+def test_a_child_costs_two_transactions(lone: Application) -> None:
+    """ARCHITECTURE budget: by the difference between 10 and 30 children without steps, one after another: the parent's decision that
+    starts a child, and the child's own, which ends it and wakes the parent; nothing more."""
+
+    @lone.workflow
+    def child(flow: Flow, number: int) -> int:
+        return number
+
+    @lone.workflow
+    def steps(flow: Flow, number: int) -> int:
+        return sum(flow.child(child, one).run() for one in range(number))
+
+    lone.start(threads=1)
+    cost = Cost(lone)
+    cost_of(lone, cost, steps, 2)
+    small, large = cost_of(lone, cost, steps, 10), cost_of(lone, cost, steps, 30)
+    per_child = [(there - here) / 20 for here, there in zip(small, large, strict=True)]
+    print("transactions and statements per child:", per_child[:2])
+    assert per_child[0] <= PER_CHILD[0], "\n".join(cost.statements[-60:])
+    assert per_child[1] <= PER_CHILD[1], "\n".join(cost.statements[-60:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +16,7 @@ from dramatiq_saga import (
     Settings,
     get_flow,
 )
+from dramatiq_saga.cli import runs
 from dramatiq_saga.cli.show import lines_of
 from dramatiq_saga.errors import (
     CannotSignalTerminalFlowError,
@@ -24,7 +26,7 @@ from dramatiq_saga.errors import (
     WouldBlockError,
 )
 from dramatiq_saga.events import ChildCancelled, ChildCompleted, ChildFailed, ChildStarted, on
-from dramatiq_saga.operations import Operator
+from dramatiq_saga.operations import Operator, RefusedError
 from dramatiq_saga.settings import Context
 from tests.conformance.engine.test_claims_and_fences import Gate
 from tests.support.application import Application, Applications
@@ -703,3 +705,126 @@ def test_show_tells_of_both_ends(lite: Application) -> None:
     assert f"run {handle.children()[0].child_id}" in of_parent
     of_child = "\n".join(lines_of(operator.show_run(handle.children()[0].child_id), now))
     assert f"child of   {handle.id}, at its sequence 1" in of_child
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_cancel_in_a_hosts_transaction_closes_children_with_it(lite: Application, commits: bool) -> None:
+    """HOST-1, CHILD-3: the requests and their messages are part of the host's transaction, and vanish with it."""
+    tree = Tree(lite, "cancel")
+    handle, child = tree.under_way()
+    with lite.store.database.atomic() as transaction:
+        assert handle.cancel("in a host's transaction")
+        if not commits:
+            transaction.rollback()
+    if commits:
+        assert lite.ended(child) == "cancelled"
+    tree.gate.leave.release()
+    assert lite.ended(handle) == ("cancelled" if commits else "completed")
+    lite.drain()
+    assert lite.ended(child) == ("cancelled" if commits else "completed")
+    assert links(handle) == [(2, "shipment", "cancelled" if commits else "completed")]
+    assert untold(lite) == []
+
+
+@pytest.mark.parametrize("policy", ["fail_fast", "wait_all_then_fail"])
+def test_a_block_waits_for_children_that_are_under_way_and_undoes_those_that_complete(
+    every_app: Application, policy: str
+) -> None:
+    """PAR-4, CHILD-3: a running child is not closed by the failure of another; what it did is undone by its compensate_with."""
+    app, gate = every_app, Gate()
+    recall = app.step("recall")
+
+    @app.actor
+    def hang() -> str:
+        gate()
+        return "parcel"
+
+    @app.workflow
+    def slow(flow: Flow) -> str:
+        return flow.run(hang)
+
+    @app.workflow
+    def failing(flow: Flow) -> None:
+        raise ValueError("no stock")
+
+    @app.workflow
+    def parent(flow: Flow) -> Any:
+        first = flow.child(slow).compensate_with(lambda parcel: recall.message(parcel))
+        block = flow.parallel(first, flow.child(failing))
+        return (block.fail_fast() if policy == "fail_fast" else block.wait_all_then_fail()).run()
+
+    handle = parent.send()
+    app.start(threads=3)
+    gate.wait()
+    eventually(lambda: links(handle)[1][2] == "failed")
+    assert child_of(handle, 2).status in ("running", "waiting")
+    gate.leave.release()
+    assert app.ended(handle) == "failed"
+    with pytest.raises(FlowFailedError, match=r"child failing .* did not complete: ValueError: no stock"):
+        handle.result()
+    assert app.calls == [("recall", "parcel")]
+    assert untold(app) == []
+
+
+def test_a_group_of_children_is_undone_side_by_side(app: Application) -> None:
+    """COMP-5, CHILD-3: members of a saga group may be children; their undos share a level."""
+    recall, fail = app.step("recall"), app.step("fail", raises=ValueError("no"))
+
+    @app.workflow
+    def child(flow: Flow, number: int) -> int:
+        return number
+
+    @app.workflow
+    def parent(flow: Flow) -> None:
+        flow.saga(
+            flow.child(child, 1).compensate_with(lambda number: recall.message(number)),
+            flow.child(child, 2).compensate_with(recall, 2),
+        ).compensate_in_parallel().run()
+        flow.run(fail)
+
+    handle = app.run(parent)
+    assert handle.status == "failed"
+    assert sorted(app.calls[1:]) == [("recall", 1), ("recall", 2)]
+    assert {undo.level for undo in handle.compensations()} == {0}
+
+
+@pytest.mark.parametrize("command", ["--keep", "--compensate"])
+def test_the_command_line_says_what_becomes_of_children(lite: Application, command: str) -> None:
+    """CHILD-3: cancel names each child and its fate, and asks before it closes one."""
+    recall = lite.step("recall")
+
+    @lite.workflow
+    def quick(flow: Flow) -> int:
+        return 7
+
+    @lite.workflow
+    def slow(flow: Flow) -> None:
+        flow.await_signal("never")
+
+    @lite.workflow
+    def parent(flow: Flow) -> None:
+        flow.child(quick).compensate_with(recall, 7).run()
+        flow.parallel(*[flow.child(slow).close_policy(policy) for policy in ("abandon", "cancel", "fail")]).run()
+
+    handle = parent.send()
+    lite.start()
+    eventually(lambda: len(handle.children()) == 4)
+    operator = Operator.on_broker(lite.broker)
+    parser = argparse.ArgumentParser()
+    common = argparse.ArgumentParser(add_help=False)
+    runs.add_commands(parser.add_subparsers(), common)
+    options = parser.parse_args(["cancel", handle.id])
+    with pytest.raises(RefusedError, match=r"run \S+ is under way: close policy fail"):
+        options.run(operator, options)
+    options = parser.parse_args(["cancel", handle.id, command])
+    lines = options.run(operator, options).lines
+    found = lines[lines.index("its children:") + 1 :]
+    undone = command == "--compensate"
+    assert [line.partition(") ")[2] for line in found] == [
+        "had completed: undone by recall" if undone else "had completed: its work stands",
+        "goes on by itself",
+        "is rolled back, and ends as cancelled" if undone else "ends as cancelled, its work stands",
+        "is rolled back, and ends as failed",
+    ]
+    eventually(lambda: [child_of(handle, sequence).status for sequence in (4, 5)] == ["cancelled", "failed"])
+    assert child_of(handle, 3).status == "waiting"

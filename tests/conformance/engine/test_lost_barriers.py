@@ -9,6 +9,7 @@ from dramatiq.middleware import GroupCallbacks, default_middleware
 from dramatiq.rate_limits.backends.stub import StubBackend
 
 from dramatiq_saga import Flow
+from tests.conformance.engine.test_native import Skips
 from tests.conformance.engine.test_parallel import Doors, statuses
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -213,3 +214,44 @@ def test_a_barrier_in_the_stores_database_is_made_with_the_block_or_not_at_all(a
     (decision,) = [statements for statements in written if any("INSERT INTO {blocks}" in sql for sql in statements)]
     assert sum("INSERT INTO {rate_limits}" in sql for sql in decision) == 1
     assert sum("INSERT INTO {action_runs}" in sql for sql in decision) == 2
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis", "stub"])
+@pytest.mark.parametrize("optional", [False, True], ids=["hard", "optional"])
+def test_every_way_in_which_a_member_can_end_counts_towards_the_join(
+    kind: str, optional: bool, applications: Applications
+) -> None:
+    """C13, NATIVE-3: a success, tries that are spent, a skip, a message too old, an actor that no worker knows. Dramatiq counts the
+    success alone."""
+    app = applications(kind)
+    app.broker.middleware.insert(0, Skips("skipped"))
+    ways = {
+        "succeeds": app.step("succeeds", gives="fine"),
+        "fails": app.step("fails", raises=ValueError("no"), max_retries=1),
+        "skipped": app.step("skipped"),
+        "too_old": app.step("too_old", max_age=40),
+        "unknown": app.step("unknown"),
+    }
+    after, late = app.step("after", gives="after"), app.queue + "x"
+
+    @app.workflow
+    def fan(flow: Flow) -> Any:
+        members = [flow.action(actor).with_options(queue_name=late) for actor in ways.values()]
+        if optional:
+            members = [member.continue_on_failure() for member in members]
+        return [flow.parallel(*members).wait_all_then_fail().run(), flow.run(after)]
+
+    app.broker.declare_queue(late)
+    run = fan.send()
+    app.start(queues={app.queue})
+    row = eventually(lambda: next(iter(run.actions()), None))
+    eventually(lambda: app.engine.now() - row.created_at > 60)
+    del app.broker.actors["unknown"]
+    app.start(queues={late})
+    assert app.ended(run) == ("completed" if optional else "failed")
+    bad = "optional_failed" if optional else "failed"
+    assert statuses(app, run)[:5] == ["completed", bad, bad, bad, bad]
+    errors = [(step.error or {}).get("type", "").rpartition(".")[2] for step in run.actions()[:5]]
+    assert errors == ["", "ValueError", "MessageSkippedError", "MessageTooOldError", "UnknownActorError"]
+    if optional:
+        assert run.result() == [["fine", None, None, None, None], "after"]

@@ -329,3 +329,31 @@ def test_two_workers_on_one_file_agree_on_an_optional_failure(sqlite_path: Any) 
         one.overtake("outcome and decision", lambda: other.deliver(Outgoing("drive", run_id, "order", "default")))
         one.runner.give_up(delivery)
         went_on(other, run_id)
+
+
+@pytest.mark.parametrize("order_of_messages", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_an_optional_member_of_a_block_fails_nobody(bench_on: Callable[..., Bench], order_of_messages: tuple[int, int]) -> None:
+    """OPT-1, PAR-4: no hard failure, so nothing is cancelled; whether it is the block's last or reports while others are at work."""
+
+    def declare(bench: Bench) -> None:
+        letter = bench.actor(raising(ValueError("no paper")), actor_name="letter")
+        pack = bench.actor(lambda: "packed", actor_name="pack")
+
+        def order(flow: Flow) -> Any:
+            return flow.parallel(flow.optional_action(letter), flow.action(pack)).fail_fast().run()
+
+        bench.workflow(order, name="order")
+
+    bench = bench_on(declare)
+    run_id = bench.start("order")
+    bench.deliver(bench.take())
+    messages = [bench.take(), bench.take()]
+    for number in order_of_messages:
+        delivery = bench.deliver(messages[number])
+        if delivery.state == "failed":
+            bench.runner.give_up(delivery)
+    bench.run()
+    assert (bench.status(run_id), bench.steps(run_id)) == ("completed", [("letter", "optional_failed"), ("pack", "completed")])
+    assert bench.one("SELECT result FROM {flow_runs} WHERE id = ?", run_id) == (b'[null,"packed"]',)
+    told = [kind for kind in bench.events(run_id) if kind in ("action.given_up", "action.optional_failed")]
+    assert told == ["action.given_up", "action.optional_failed"]

@@ -311,6 +311,25 @@ def test_behind_an_answer_that_nobody_asks_for_a_wait_has_its_time(by_hand: Any,
     assert office.bench.all("SELECT sequence, due_at FROM {waits} WHERE run_id = ?", run) == [(2, now + 60_000)]
 
 
+def test_behind_an_answer_that_nobody_asks_for_a_step_has_its_arguments_and_its_undo(by_hand: Any) -> None:
+    """COMP-2, HISTORY-2: what is put off while replaying is made up for where the new ground begins only behind the answer."""
+
+    def with_call(office: Office, flow: Flow) -> None:
+        flow.patched("a")
+        flow.side_effect("stop", lambda: 1 / 0)
+
+    def without(office: Office, flow: Flow) -> None:
+        flow.action(office.old, 1).compensate_with(office.new, 2).run()
+
+    office = Office(by_hand, with_call)
+    run = office.start(1)
+    office.deploy(without)
+    office.deliver(1)
+    assert office.bench.all("SELECT sequence, args, comp_actor, comp_args FROM {action_runs} WHERE run_id = ?", run) == [
+        (2, b"[[1],{}]", "new", b"[[2],{}]")
+    ]
+
+
 def test_two_changes_may_be_asked_for_in_another_order_or_one_of_them_alone(by_hand: Any) -> None:
     """HISTORY-2: what is recorded of a change is found wherever it stands."""
 

@@ -20,7 +20,7 @@ from dramatiq_saga import (
     get_flow,
 )
 from dramatiq_saga.clock import ManualClock
-from dramatiq_saga.engine import retry_on_signal, signals
+from dramatiq_saga.engine import retry_on_signal, signals, timers
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import CannotSignalTerminalFlowError, ChildFailedError, NothingAwaitsRetryError, WouldBlockError
 from dramatiq_saga.workflow import workflows_of
@@ -310,6 +310,41 @@ def test_a_wait_that_times_out_is_a_failure_for_good(bench_on: MakeBench) -> Non
     assert bench.one("SELECT retry_policy FROM {action_runs} WHERE run_id = ? AND sequence = 2", run_id) == (
         '{"signal": "top-up", "max_retries": null, "wait_ms": 3600000, "over": "timed_out"}',
     )
+
+
+def test_a_park_ends_at_its_time_without_a_signal_or_a_sweep(every_app: Application) -> None:
+    """TIMER-1, RSIG-2: an alarm, or the workers' loop, ends the wait; the failure takes its course."""
+    reserve, release = every_app.step("reserve"), every_app.step("release")
+    charge = every_app.step("charge", raises=Declined("no money"))
+
+    @every_app.workflow
+    def order(flow: Flow) -> Any:
+        flow.action(reserve).compensate_with(release).run()
+        return flow.action(charge).retry_on_signal("top-up", wait_seconds=0.1).run()
+
+    handle = every_app.run(order)
+    assert (handle.status, handle.rollback) == ("failed", "done")
+    assert every_app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id) == [("timed_out",)]
+    assert [kind for kind in every_app.types(handle) if kind in ("action.awaiting_retry", "signal.timed_out")] == [
+        "action.awaiting_retry",
+        "signal.timed_out",
+    ]
+
+
+def test_the_deadline_of_a_step_goes_on_while_it_is_parked(bench_on: MakeBench) -> None:
+    """EXPIRE-1, RSIG-2: it expires, its wait is closed with it, and a signal finds nothing."""
+    bench = bench_on(shop(Card(Declined("1")), describe=lambda step: waiting()(step).expires_in(60)))
+    run_id = parked(bench)
+    bench.store.clock.advance(61)  # type: ignore[attr-defined]
+    assert timers.fire(bench.engine, run_id, bench.sender).steps == 1
+    bench.run()
+    assert (bench.status(run_id), row(bench, run_id)["status"]) == ("failed", "expired")
+    found = wait(bench, run_id)
+    assert found is not None
+    assert found[2] == "cancelled"
+    error = bench.one("SELECT error FROM {flow_runs} WHERE id = ?", run_id)
+    assert error is not None
+    assert "StepExpiredError" in error[0]
 
 
 def test_a_second_park_waits_its_whole_time_again(bench_here: MakeBench) -> None:

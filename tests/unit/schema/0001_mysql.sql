@@ -132,7 +132,6 @@ CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE
     `size` INTEGER NOT NULL,
     `policy` VARCHAR(24) COLLATE utf8mb4_bin,
     `max_in_flight` INTEGER,
-    `group_id` VARCHAR(64) COLLATE utf8mb4_bin,
     `closed_early_at` BIGINT,
     `failed_by` INTEGER,
     `created_at` BIGINT NOT NULL,

@@ -144,7 +144,6 @@ CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL COLLATE
     "size" INTEGER NOT NULL,
     "policy" VARCHAR(24) COLLATE "C",
     "max_in_flight" INTEGER,
-    "group_id" VARCHAR(64) COLLATE "C",
     "closed_early_at" BIGINT,
     "failed_by" INTEGER,
     "created_at" BIGINT NOT NULL,

@@ -1,4 +1,4 @@
-"""The pytest plugin of dramatiq-saga: the fixture ``saga``.
+"""The pytest plugin of dramatiq-saga: the fixture ``saga``, and what it knows of a test that fails.
 
 pytest imports this module at every start, in every project where dramatiq-saga is installed. So it stands outside of the package and
 imports nothing of it, until a test asks for the fixture.
@@ -6,8 +6,8 @@ imports nothing of it, until a test asks for the fixture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,3 +22,14 @@ def saga() -> Iterator[SagaTester]:
 
     with SagaTester() as tester:
         yield tester
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: Any) -> Generator[None, Any, None]:
+    """Below a failed test: what was left to happen when it failed, which is often why."""
+    outcome = yield
+    report = outcome.get_result()
+    tester = getattr(item, "funcargs", {}).get("saga")
+    left = getattr(tester, "waiting", None)
+    if report.when == "call" and report.failed and left:
+        report.sections.append(("saga: what is left", "\n".join(left)))

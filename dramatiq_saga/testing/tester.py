@@ -31,14 +31,14 @@ from dramatiq.middleware import AsyncIO, Interrupt, Middleware
 from ..clock import ManualClock, SystemClock, moment_to_ms, to_ms
 from ..coroutines import coroutine_of, plain_function
 from ..engine import notify
-from ..errors import ChildError, FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError
+from ..errors import ChildError, FlowEndedError, FlowError, ResultMissing, ResultTimeout, SagaError, UnknownActorError
 from ..handle import FlowHandle
 from ..middleware import made, middleware_of
 from ..recovery.monitor import monitor
 from ..step import OPTION, Delivery, is_ours
 from ..workflow import Workflow
 from .replays import ReplayChecks
-from .stand_in import Letter, Post
+from .stand_in import Letter, Post, StandIn
 from .takeover import Takeover, Watcher
 from .tracebacks import start_at_the_code_under_test
 from .waiting import due_in, open_waits, tells_of_itself
@@ -131,6 +131,7 @@ class SagaTester(Watcher):
           HistoryMismatchError: a workflow function did not ask for what it had asked for before; and whatever else would hold a
             run: the original error.
           SagaError: ``limit`` messages were not enough.
+          UnknownActorError: an actor is not declared on the broker of the workflow; a worker would go on without it, or wait.
           Exception: the error of an ordinary message, no step of a run, that Dramatiq has given up.
         """
         __tracebackhide__ = True
@@ -280,8 +281,12 @@ class SagaTester(Watcher):
             if not isinstance(error, Exception | Interrupt):
                 raise error
         self._note_functions()
+        if actor is None:
+            raise UnknownActorError(
+                f"a message to {message.actor_name!r}, and no actor of that name is declared on the broker of {_application(broker)}"
+            )
         if facts is None and delivered.failed:
-            raise error or SagaError(f"no actor is named {message.actor_name!r}: its message was rejected")
+            raise error or SagaError(f"the message to {message.actor_name} was rejected before it ran")
         self._raise_held()
         if check is not None:
             check()
@@ -440,6 +445,11 @@ class SagaTester(Watcher):
             if takeover.stand_in is current:
                 dramatiq_broker.global_broker = takeover.original
             takeover.undo()
+
+
+def _application(broker: StandIn) -> str:
+    original = broker.stands_in_for
+    return "this test" if original is None else f"the application ({type(original).__name__})"
 
 
 def _substitute(actor: Actor[Any, Any], substitute: Any) -> Callable[..., Any]:

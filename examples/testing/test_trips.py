@@ -8,11 +8,12 @@ from unittest.mock import Mock, call
 import pytest
 
 from dramatiq_saga import FlowFailedError, FlowHandle, StepFailedError
+from dramatiq_saga.errors import SignalTimeoutError
 from dramatiq_saga.testing import SagaTester
 from examples.testing.trips import (
     CardDeclined,
+    ask_how_it_was,
     book_flight,
-    book_hotel,
     cancel_flight,
     cancel_hotel,
     charge_card,
@@ -38,13 +39,22 @@ def approved(saga: SagaTester) -> FlowHandle[str]:
     return run
 
 
-def test_a_trip_waits_for_somebody_s_word(saga: SagaTester) -> None:
-    run = saga.start(trip, "ada")
+def test_a_trip_ends_after_a_month(saga: SagaTester, approved: FlowHandle[str]) -> None:
+    start = saga.now
     saga.drain()
-    assert (run.status, saga.calls(book_hotel)) == ("waiting", [])
-    run.signal("approved", "grace")
-    saga.drain()
-    assert run.result() == "ada: room for ada, seat for ada (approved by grace)"
+    assert (approved.status, saga.calls(ask_how_it_was)) == ("waiting", [])
+    saga.advance(timedelta(days=29))
+    assert saga.calls(ask_how_it_was) == []
+    saga.advance(timedelta(days=1))
+    assert saga.calls(ask_how_it_was) == [call("ada")]
+    assert approved.result() == "ada: room for ada, seat for ada (approved by grace)"
+    assert saga.now - start == timedelta(days=30)
+
+
+def test_whoever_waits_for_a_trip_waits_no_longer_than_needed(saga: SagaTester, approved: FlowHandle[str]) -> None:
+    start = saga.now
+    assert "approved by grace" in approved.result(wait=timedelta(days=365))
+    assert saga.now - start == timedelta(days=30)
 
 
 def test_a_bank_that_does_not_answer_is_asked_after_one_hour_and_after_two_more(saga: SagaTester) -> None:
@@ -77,9 +87,23 @@ def test_what_was_done_is_undone_when_there_is_no_seat(saga: SagaTester, approve
     assert saga.calls(refund_card) == [call("charge for ada")]
 
 
-def test_an_invoice_that_cannot_be_written_undoes_the_trip(saga: SagaTester, approved: FlowHandle[str]) -> None:
+def test_an_invoice_that_cannot_be_written_fails_the_child_and_the_trip(saga: SagaTester, approved: FlowHandle[str]) -> None:
     saga.replace(write_invoice, OSError("no paper"))
     saga.advance(timedelta(hours=1))
-    assert (approved.status, approved.rollback) == ("failed", "done")
-    assert [type(error) for error in saga.errors] == [OSError] * 4
+    with pytest.raises(FlowFailedError) as failed:
+        approved.result()
+    of_the_child = failed.value.__cause__
+    assert of_the_child is not None
+    of_the_step = of_the_child.__cause__
+    assert isinstance(of_the_step, StepFailedError)
+    assert isinstance(of_the_step.__cause__, OSError)
     assert saga.calls(cancel_flight) == [call("ada")]
+
+
+def test_a_trip_that_nobody_approves_is_called_off_after_a_week(saga: SagaTester) -> None:
+    run = saga.start(trip, "ada")
+    saga.advance(timedelta(days=7))
+    with pytest.raises(FlowFailedError) as failed:
+        run.result()
+    assert isinstance(failed.value.__cause__, SignalTimeoutError)
+    assert saga.calls(refund_card) == [call("charge for ada")]

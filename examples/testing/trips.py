@@ -1,7 +1,8 @@
-"""A trip: paid for, approved by somebody, booked and invoiced."""
+"""A trip: paid for, approved by somebody, booked, invoiced, and asked about a month later."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import dramatiq
@@ -55,11 +56,25 @@ def write_invoice(traveller: str, things: list[str]) -> str:
     return f"{traveller}: {', '.join(things)}"
 
 
+@dramatiq.actor(max_retries=3)
+def ask_how_it_was(traveller: str) -> None:
+    print("dear", traveller)
+
+
+@workflow
+def invoice(flow: Flow, traveller: str, things: list[str]) -> str:
+    return flow.run(write_invoice, traveller, things)
+
+
 @workflow
 def trip(flow: Flow, traveller: str) -> str:
     flow.action(charge_card, traveller).compensate_with(lambda charge: refund_card.message(charge)).run()
-    approved_by: str = flow.await_signal("approved")
-    room = flow.action(book_hotel, traveller).compensate_with(cancel_hotel, traveller).run()
-    seat = flow.action(book_flight, traveller).compensate_with(cancel_flight, traveller).run()
-    text = flow.run(write_invoice, traveller, [room, seat])
+    approved_by: str = flow.await_signal("approved", wait_seconds=timedelta(days=7))
+    booked = flow.parallel(
+        flow.action(book_hotel, traveller).compensate_with(cancel_hotel, traveller),
+        flow.action(book_flight, traveller).compensate_with(cancel_flight, traveller),
+    ).run()
+    text = flow.child(invoice, traveller, booked).run()
+    flow.sleep(timedelta(days=30))
+    flow.run(ask_how_it_was, traveller)
     return f"{text} (approved by {approved_by})"

@@ -15,6 +15,7 @@ import pytest
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import timers
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
@@ -252,6 +253,53 @@ def test_a_child_that_is_rolling_back_already_is_not_asked_again(bench: MakeBenc
     operator.run()
     assert worker.status(child) == "failed"
     assert worker.one("SELECT close_request, wakes - wakes_seen FROM {flow_runs} WHERE id = ?", child) == (None, 0)
+    assert broken(worker) == []
+
+
+def overdue(bench: Bench, run: str, clock: ManualClock) -> None:
+    """Its deadline has just passed."""
+    assert bench.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET expires_at = ? WHERE id = ?", (bench.engine.now(), run)))
+    clock.advance(1)
+
+
+def test_a_parent_that_expires_meets_a_child_that_has_just_failed(bench: MakeBench, shop: Tree, clock: ManualClock) -> None:
+    """CHILD-1, EXPIRE-1: the child's last undo lands while the parent's rollback is planned; the plan looks again, and asks nobody."""
+    shop.bodies["hand_over"] = lambda order: 1 / 0
+    worker, monitor = bench(), bench()
+    run, child, message = at(worker, "do_hand_over")
+    worker.runner.give_up(worker.deliver(message))
+    undo = worker.take()
+    assert (undo.kind, undo.run_id) == ("compensation", child)
+    overdue(worker, run, clock)
+    monitor.overtake("plan", lambda: worker.deliver(undo))
+    timers.fire(monitor.engine, run, monitor.sender)
+    assert (worker.status(child), link(worker, run)) == ("failed", (child, "failed"))
+    monitor.run()
+    worker.run()
+    assert worker.status(run) == "expired"
+    assert worker.one("SELECT close_request FROM {flow_runs} WHERE id = ?", child) == (None,)
+    assert [name for name in shop.order() if name.startswith("undo")] == ["undo_pack", "undo_charge"]
+    assert broken(worker) == []
+
+
+@pytest.mark.parametrize("policy", ["abandon", "cancel", "fail"])
+def test_a_child_that_is_failing_meets_the_expiry_of_its_parent(
+    bench: MakeBench, shop: Tree, clock: ManualClock, policy: str
+) -> None:
+    """CHILD-3, EXPIRE-1: the parent was first; the child's failure is on its step's row, and the request says how it ends."""
+    shop.policy = policy
+    shop.bodies["hand_over"] = lambda order: 1 / 0
+    worker, monitor = bench(), bench()
+    run, child, message = at(worker, "do_hand_over")
+    failed = worker.deliver(message)
+    overdue(worker, run, clock)
+    worker.overtake("outcome and decision", lambda: timers.fire(monitor.engine, run, monitor.sender))
+    worker.runner.give_up(failed)
+    worker.run()
+    monitor.run()
+    assert (worker.status(run), link(worker, run)) == ("expired", (child, "cancelled"))
+    assert worker.status(child) == ("cancelled" if policy == "cancel" else "failed")
+    assert sorted(name for name in shop.order() if name.startswith("undo")) == ["undo_charge", "undo_pack"]
     assert broken(worker) == []
 
 

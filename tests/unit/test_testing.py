@@ -6,12 +6,14 @@ The application under test stands on an SQLite file in a folder that does not ex
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from configparser import ConfigParser
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,14 @@ from dramatiq_saga import (
     workflow,
 )
 from dramatiq_saga.brokers import SQLiteBroker
-from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError, SendInsideWorkflowError
+from dramatiq_saga.errors import (
+    BuilderNotRunError,
+    ChildFailedError,
+    HistoryMismatchError,
+    SendInsideWorkflowError,
+    SignalTimeoutError,
+    UnknownActorError,
+)
 from dramatiq_saga.testing import SagaTester, load_history, record_history, replay_history
 from tests.support.pages import ROOT
 from tests.support.waiting import eventually
@@ -380,6 +389,67 @@ def test_a_delayed_start_waits_for_its_time(shop: Shop, saga: SagaTester) -> Non
     assert run.status == "completed"
 
 
+def test_timers_and_deadlines_follow_the_clock(shop: Shop, saga: SagaTester) -> None:
+    """TIMER-1, EXPIRE-1: each at its own moment, and the months between cost nothing."""
+    moments: list[timedelta] = []
+    start = saga.now
+
+    def refund(charge: str) -> None:
+        moments.append(saga.now - start)
+
+    @workflow(broker=shop.broker, expires_in=timedelta(days=90))
+    def patient(flow: Flow) -> None:
+        flow.action(shop.charge_card, "1").compensate_with(shop.refund_card, "1").run()
+        flow.sleep(timedelta(days=30))
+        with suppress(SignalTimeoutError):
+            flow.await_signal("go", wait_seconds=timedelta(days=30))
+        moments.append(flow.now() - start)
+        flow.await_signal("never")
+
+    saga.replace(shop.refund_card, refund)
+    run = saga.start(patient)
+    saga.drain()
+    assert saga.waiting == [
+        f"run {run.id} waits at 2 for a timer due in 30 days, 0:00:00", f"run {run.id} expires in 90 days, 0:00:00",
+    ]  # fmt: skip
+    saga.advance(timedelta(days=365))
+    assert [moment.days for moment in moments] == [60, 90]
+    assert (run.status, run.rollback) == ("expired", "done")
+
+
+def test_a_signal_is_sent_and_drained(shop: Shop, saga: SagaTester) -> None:
+    """SIG-1."""
+
+    @workflow(broker=shop.broker)
+    def asking(flow: Flow) -> Any:
+        return flow.await_signal("answer")
+
+    run = saga.start(asking)
+    saga.drain()
+    assert saga.waiting == [f"run {run.id} waits at 1 for signal 'answer'"]
+    run.signal("answer", {"yes": True})
+    saga.drain()
+    assert run.result() == {"yes": True}
+
+
+def test_the_original_exception_is_found_through_children(shop: Shop, saga: SagaTester) -> None:
+    """CHILD-1: what failed in the child's step is behind the error that the parent's function saw."""
+
+    @workflow(broker=shop.broker)
+    def parent(flow: Flow) -> str:
+        return flow.child(shop.checkout, "nowhere").run()
+
+    run = saga.start(parent)
+    saga.drain()
+    with pytest.raises(FlowFailedError) as failed:
+        run.result()
+    chain: list[BaseException] = [failed.value]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    assert [type(error) for error in chain] == [FlowFailedError, ChildFailedError, StepFailedError, ValueError]
+    assert saga.errors == [chain[-1]]
+
+
 def test_waiting_for_a_result_lets_the_test_s_time_pass_and_no_more_of_it_than_needed(shop: Shop, saga: SagaTester) -> None:
     saga.replace(shop.charge_card, Mock(side_effect=[ConnectionError(), {"id": "second"}]))
     start = saga.now
@@ -502,6 +572,23 @@ def test_an_ordinary_message_that_is_given_up_fails_the_test(shop: Shop, saga: S
         saga.drain()
 
 
+def test_an_actor_of_another_broker_fails_the_test(shop: Shop, saga: SagaTester) -> None:
+    """NATIVE-3: a worker would wait for one that knows it."""
+
+    @dramatiq.actor(broker=StubBroker())
+    def elsewhere() -> None: ...
+
+    @workflow(broker=shop.broker)
+    def lost(flow: Flow) -> None:
+        flow.run(elsewhere)
+
+    saga.start(lost)
+    with pytest.raises(
+        UnknownActorError, match=r"'elsewhere', and no actor .* on the broker of the application \(SQLiteBroker\)"
+    ):
+        saga.drain()
+
+
 def test_a_group_and_its_callback(shop: Shop, saga: SagaTester) -> None:
     group = dramatiq.group([shop.refund_card.message("a"), shop.refund_card.message("b")])
     group.add_completion_callback(shop.ship_order.message("1"))
@@ -571,6 +658,42 @@ def test_a_result_that_changes_from_replay_to_replay_is_found(shop: Shop, saga: 
     saga.replay_every_step()
     saga.start(counting)
     with pytest.raises(HistoryMismatchError, match="recorded is the result 0, the code asks for the result 1"):
+        saga.drain()
+
+
+@pytest.mark.parametrize(
+    ("asks", "complaint"),
+    [
+        (lambda flow, shop, number: flow.sleep(number), "recorded is timer until .*, the code asks for timer until"),
+        (
+            lambda flow, shop, number: flow.await_signal(f"go {number}"),
+            "wait for signal 'go 0', the code asks for wait for signal 'go 1'",
+        ),
+        (lambda flow, shop, number: flow.child(shop.checkout, f"{number}").run(), r"child 'checkout' with \[\[\"0\"\],\{\}\]"),
+        (
+            lambda flow, shop, number: flow.parallel(*[flow.action(shop.ship_order, str(n)) for n in range(number + 1)]).run(),
+            "recorded is parallel block of 1, the code asks for parallel block of 2",
+        ),
+        (
+            lambda flow, shop, number: flow.action(shop.ship_order, "1").compensate_with(shop.refund_card, f"{number}").run(),
+            r"undone by 'refund_card' with \[\[\"0\"\],\{\}\], the code asks for .*\[\[\"2\"\]",
+        ),
+    ],
+    ids=["timer", "signal", "child", "parallel", "compensation"],
+)
+def test_no_request_may_change_from_replay_to_replay(
+    shop: Shop, saga: SagaTester, asks: Callable[..., Any], complaint: str
+) -> None:
+    """HISTORY-1."""
+    numbers = iter(range(100))
+
+    @workflow(broker=shop.broker)
+    def counting(flow: Flow) -> None:
+        asks(flow, shop, next(numbers))
+
+    saga.replay_every_step()
+    saga.start(counting)
+    with pytest.raises(HistoryMismatchError, match=complaint):
         saga.drain()
 
 
@@ -830,6 +953,33 @@ def test_the_fixture_is_there_once_the_package_is_installed(installed: Path, wor
     done = pytest_in(installed, *workers)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+FAILS = """
+import dramatiq
+from dramatiq_saga import workflow
+
+def test_it(saga):
+    @dramatiq.actor(max_retries=1, min_backoff=3_600_000)
+    def step():
+        raise OSError("down")
+
+    @workflow
+    def flow(flow):
+        return flow.run(step)
+
+    run = saga.start(flow)
+    saga.drain()
+    assert run.status == "completed"
+"""
+
+
+def test_a_test_that_fails_shows_what_was_left_and_what_was_raised(installed: Path) -> None:
+    (installed / "suite" / "test_it.py").write_text(FAILS)
+    done = pytest_in(installed)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"- saga: what is left -+\nstep 1 \(step\) of run \S+ in 1:00:00\n", done.stdout), done.stdout
+    assert 'raise OSError("down")' in done.stdout
 
 
 def test_a_suite_that_does_not_use_the_fixture_imports_nothing(installed: Path) -> None:

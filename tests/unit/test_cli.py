@@ -455,6 +455,33 @@ def test_arguments_that_do_not_fit_are_refused_with_how_they_are_written(shop: S
     assert words in done.err
 
 
+def test_signal_tells_a_run_and_is_refused_where_it_takes_none(shop: Shop) -> None:
+    """SIG-1, SIG-3: a payload in JSON, a key that counts once, and words for a run that has ended, an unknown one, and what is no JSON."""
+    run = shop.start()
+    for _ in range(2):
+        told = shop("signal", run.id, "paid", "--payload", '{"by": "ann"}', "--key", "d-1")
+        assert (told.status, told.out) == (0, f"run {run.id} has signal paid; it is pending\n")
+    assert [(signal.name, signal.payload, signal.key) for signal in run.signals()] == [("paid", {"by": "ann"}, "d-1")]
+    assert shop("signal", run.id, "paid", "--json").value == {
+        "run_id": run.id, "signal": "paid", "key": None, "status": "pending",
+    }  # fmt: skip
+    assert run.signals()[1].payload is None
+    for arguments, words in [
+        ((run.id, "paid", "--payload", "ann"), "--payload is not JSON"),
+        ((run.id, "other", "--key", "d-1"), "key 'd-1' belongs to signal 'paid'"),
+        ((run.id, ""), "a signal's name has between 1 and 191"),
+        (("no-such-run", "paid"), "no run has the id"),
+    ]:
+        refused = shop("signal", *arguments)
+        assert refused.status == 1
+        assert words in refused.err
+    run.cancel()
+    refused = shop("signal", run.id, "paid")
+    assert refused.status == 1
+    assert "is cancelled and takes no signals" in refused.err
+    assert len(run.signals()) == 2
+
+
 def test_an_unknown_workflow_is_answered_with_those_that_are_meant(shop: Shop) -> None:
     assert "did you mean checkout?" in shop("send", "chekout").err
     assert "it declares campaign, checkout, lenient, newsletter, restock, varied" in shop("send", "xyz").err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from datetime import timedelta
 from typing import Any
@@ -483,3 +484,79 @@ def test_members_that_expire_let_the_others_go(app: Application) -> None:
     handle = narrow.send()
     assert app.ended(handle) == "completed"
     assert handle.result() == ["late", "late", "ran", "ran"]
+
+
+# --- on RabbitMQ, and two hundred rounds --------------------------------------------------------------------------------
+
+
+def test_rabbitmq_in_front_of_a_database_carries_signals_timers_and_deadlines(applications: Applications) -> None:
+    """TIMER-1, SIG-1, EXPIRE-1: nothing long waits in a queue or unacknowledged; the workers' loop sends what is due."""
+    app = applications("rabbitmq")
+    step = app.step("step")
+
+    @app.workflow
+    def mixed(flow: Flow) -> Any:
+        flow.sleep(0.3)
+        flow.run(step)
+        return flow.await_signal("go", wait_seconds=60)
+
+    @app.workflow(expires_in=0.5)
+    def doomed(flow: Flow) -> None:
+        flow.await_signal("never")
+
+    app.start()
+    handle, doom = mixed.send(), doomed.send()
+    eventually(lambda: app.sql("SELECT 1 FROM {waits} WHERE run_id = ? AND name = 'go'", handle.id))
+    assert app.messages() == 0 or doom.status != "expired"
+    handle.signal("go", "now")
+    assert app.ended(handle) == "completed"
+    assert handle.result() == "now"
+    assert app.ended(doom) == "expired"
+
+
+def test_in_two_hundred_rounds_the_payload_or_the_timeout_wins_and_the_history_agrees(joined: Application) -> None:
+    """C32, SIG-2: signals aimed at the very moment of the timeout, by two workers and four senders; never both, never neither."""
+    app = joined
+    dice = random.Random(32)
+    step = app.step("step")
+
+    @app.workflow
+    def close(flow: Flow) -> Any:
+        try:
+            value = flow.await_signal("go", wait_seconds=0.5)
+        except SignalTimeoutError:
+            value = "timed out"
+        flow.run(step, value)
+        return value
+
+    app.start(threads=2)
+    app.start(threads=2)
+    seen = []
+    for _ in range(4):
+        handles = [close.send() for _ in range(50)]
+        moments = [dice.randrange(-20, 60) for _ in handles]
+
+        def send(part: int, handles: list[FlowHandle[Any]] = handles, moments: list[int] = moments) -> None:
+            for handle, offset in list(zip(handles, moments, strict=True))[part::4]:
+                due = eventually(
+                    lambda handle=handle: app.sql("SELECT due_at FROM {waits} WHERE run_id = ?", handle.id)  # type: ignore[misc]
+                )[0][0]
+                eventually(lambda due=due, offset=offset: app.engine.now() >= due + offset, interval=0.001)  # type: ignore[misc]
+                handle.signal_if_running("go", "payload")
+
+        senders = [threading.Thread(target=send, args=(part,)) for part in range(4)]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join()
+        for handle in handles:
+            assert app.ended(handle) == "completed"
+            seen.append((handle, handle.result()))
+    for handle, value in seen:
+        ((status,),) = app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id)
+        words = [word for word in app.types(handle) if word in ("signal.consumed", "signal.timed_out")]
+        assert (status, words) == {
+            "payload": ("consumed", ["signal.consumed"]), "timed out": ("timed_out", ["signal.timed_out"]),
+        }[value]  # fmt: skip
+        assert [signal.status for signal in handle.signals()] in (["consumed"] if value == "payload" else ["received"], [])
+    assert len(app.calls) == 200

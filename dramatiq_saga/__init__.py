@@ -3,6 +3,9 @@
 from .engine.retry_on_signal import RetryContext
 from .errors import (
     CannotSignalFlowError,
+    ChildCancelledError,
+    ChildExpiredError,
+    ChildFailedError,
     FlowCancelledError,
     FlowError,
     FlowExpiredError,
@@ -41,7 +44,10 @@ from .workflow import Workflow, workflow
 __all__ = [
     "ActionStatus",
     "CannotSignalFlowError",
+    "ChildCancelledError",
     "ChildClosePolicy",
+    "ChildExpiredError",
+    "ChildFailedError",
     "ChildStatus",
     "CompensationFailurePolicy",
     "CompensationStatus",

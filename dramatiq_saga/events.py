@@ -295,7 +295,7 @@ class ChildExpired(ChildEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildCancelled(ChildEvent):
-    """A child run was cancelled."""
+    """A child run was cancelled, or its parent has ended and waits for it no more (``child.close_policy`` says what becomes of it)."""
 
     type: ClassVar[str] = history.CHILD_CANCELLED
 

@@ -48,6 +48,11 @@ class _Block:
         self._members = list(members)
         self._built = False
 
+    def _ends(self, entry: BlockEntry) -> None:
+        """Nothing of the block is open any more."""
+        if entry.size and not entry.ended:
+            self._replay.finish_block(entry)
+
     def _describe(self) -> str:
         return f"{self.what}() of {len(self._members)}"
 
@@ -140,8 +145,7 @@ class ParallelBuilder(_Block, Generic[T_co]):
             self._release(entry.max_in_flight, live)
         if live:
             return BlockState(entry, states, outside=all(state.outside for state in live), live=True)
-        if not entry.ended and entry.size:
-            self._replay.finish_block(entry)
+        self._ends(entry)
         if failed:
             cause = next((state for state in failed if _sequence(state) == entry.failed_by), failed[0])
             return BlockState(entry, states, error=cause.error)
@@ -262,8 +266,11 @@ class SagaBuilder(_Block, Generic[T_co]):
             if state is None:
                 return None
             if state.value is None:
+                if not state.live:
+                    self._ends(entry)
                 return state
             values.append(state.value)
+        self._ends(entry)
         return State(None, value=lambda: [value() for value in values])
 
 

@@ -171,7 +171,7 @@ class Replay:
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
         if self.judged is not None:
-            raise self.refusal("to use the flow")
+            raise self.refusal("using the flow")
         if self.recording is not None:
             raise self.fault(
                 SagaError(
@@ -313,8 +313,11 @@ class Replay:
     def finish_block(self, block: BlockEntry) -> None:
         """Nothing of a block is live any more."""
         self.more.finished.append(block.sequence)
+        ended = replace(block, ended=True)
         if block.sequence <= self.recorded:
-            self.changed[block.sequence] = replace(block, ended=True)
+            self.changed[block.sequence] = ended
+        else:
+            self.new_entries[block.sequence - self.recorded - 1] = ended
 
     def wait(self, what: str, name: str | None, due_at: int | None) -> WaitEntry:
         """A wait that has ended: by its signal, or by its time. Suspends where it has not (SIG-1, TIMER-1)."""

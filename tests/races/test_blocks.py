@@ -457,6 +457,24 @@ def test_a_cancelled_run_cancels_its_members_and_ends_its_block(bench: MakeBench
     assert fan.ran == []
 
 
+def test_the_callback_of_a_first_batch_is_not_early_for_those_let_go_later(bench: MakeBench, fan: Fan) -> None:
+    """PAR-1, PAR-2: a group is what was sent together; members that are let go one by one have no callback."""
+    fan.size, fan.shape = 4, lambda block: block.max_in_flight(2)
+    worker = bench()
+    run, members = begin(worker)
+    assert [message.group and (message.group.size, message.group.first, message.group.last) for message in members] == [
+        (2, 2, 3)
+    ] * 2
+    for member in members:
+        worker.deliver(member)
+    assert [(message.sequence, message.group) for message in worker.messages] == [(4, None), (5, None)]
+    assert worker.deliver(worker.callback(members[0])) is Driven.IDLE
+    assert worker.one("SELECT closed_early_at, ended_at FROM {blocks} WHERE run_id = ?", run) == (None, None)
+    worker.run()
+    assert worker.status(run) == "completed"
+    assert "batch_finished_early" not in worker.codes()
+
+
 # --- members that wait for a signal ----------------------------------------------------------------------------------
 
 

@@ -89,6 +89,21 @@ def test_optional_members_do_not_fail_their_block(bench: Workbench) -> None:
     assert [step.status for step in run.actions()] == ["optional_failed", "completed", "completed"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_and_groups_end_with_their_last_member(bench: Workbench, fails: bool) -> None:
+    """PAR-2, COMP-5: whichever way they end, one inside the other too; ``show`` tells of it."""
+    bench.bodies["pay"] = lambda: 1 // (0 if fails else 1)
+
+    def nested(flow: Flow) -> None:
+        flow.saga(flow.parallel(*members(bench, flow, 2)), flow.action(bench.actors["pay"])).run()
+        flow.side_effect("after", lambda: None)
+
+    run = declare(bench, nested).run_sync()
+    assert run.status == ("failed" if fails else "completed")
+    ended = bench.engine.store.read(lambda tx: tx.all("SELECT kind, ended_at IS NOT NULL FROM {blocks} ORDER BY sequence"))
+    assert [(kind, bool(done)) for kind, done in ended] == [("saga", True), ("parallel", True)]
+
+
 # --- what is said of a block -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,435 @@
+"""Chaos: sagas made up by a seed, workers killed and paused at random, messages doubled and dropped, files locked.
+
+:func:`make_up` invents what runs do; :class:`Chaos` does to them what a bad day does; :func:`violations` compares what the rows say
+with what the bodies have told the effect log. The same seed makes up the same runs and the same misfortunes; how they fall together
+is up to the machine, so a seed that fails is a lead, and what it leads to becomes a test by interleaving.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from dramatiq_saga import FlowHandle, SagaError, query
+from dramatiq_saga.errors import StoreError
+from dramatiq_saga.operations import Operator
+from dramatiq_saga.statuses import FLOW_TERMINAL
+from dramatiq_saga.store.database import Store
+from tests.processes import chaos_app
+from tests.support.effects import EffectLog
+from tests.support.processes import WorkerProcess
+from tests.support.waiting import DEADLINE, eventually
+
+Instruction = list[Any]
+T = TypeVar("T")
+
+#: Short windows, so that a bad day takes seconds. A paused worker outlives its reclaim deadline on purpose.
+SETTINGS: dict[str, Any] = {
+    "actions.reclaim.stale_running.enabled": True,
+    "actions.reclaim.stale_running.after_seconds": 2,
+    "sagas.reclaim.stale_running.enabled": True,
+    "sagas.reclaim.stale_running.after_seconds": 2,
+    "reclaim.max_claims": 50,
+    "repair.enabled": True,
+    "repair.grace_seconds": 1,
+    "repair.max_attempts": 1000,
+    "repair.backoff.base_seconds": 1,
+    "repair.backoff.max_seconds": 1,
+    "monitor.expiration.backoff.base_seconds": 1,
+    "monitor.expiration.backoff.max_seconds": 1,
+}
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def make_up(dice: random.Random, *, depth: int = 0) -> list[Instruction]:
+    """What one run does."""
+    instructions = [_instruction(dice, depth) for _ in range(dice.randint(1, 5))]
+    if dice.random() < 0.25:
+        instructions.append(["raise"])
+    return instructions
+
+
+def _instruction(dice: random.Random, depth: int) -> Instruction:
+    kinds = ["undone"] * 6 + [
+        "optional",
+        "parked",
+        "parallel",
+        "parallel",
+        "saga",
+        "signal",
+        "sleep",
+        "recorded",
+        "caught",
+        "timeout",
+    ]
+    if depth == 0:
+        kinds += ["child", "child"]
+    match dice.choice(kinds):
+        case "parallel":
+            members = [_member(dice, depth) for _ in range(dice.randint(0, 6))]
+            return ["parallel", members, dice.choice([None, None, 1, 2]), dice.choice(["fail_fast", "wait_all_then_fail"])]
+        case "saga":
+            return ["saga", [_step(dice) for _ in range(dice.randint(1, 3))], dice.random() < 0.7]
+        case "signal":
+            return ["signal", dice.choice("ab"), None]
+        case "timeout":
+            return ["signal", dice.choice("ab"), round(dice.uniform(0.1, 1.0), 2)]
+        case "sleep":
+            return ["sleep", round(dice.uniform(0.0, 1.0), 2)]
+        case "recorded":
+            return ["recorded"]
+        case "caught":
+            return ["caught", ["undone", "broken", "fine"]]
+        case "child":
+            return ["child", make_up(dice, depth=depth + 1), dice.choice(["abandon", "cancel", "fail"])]
+        case "optional":
+            return ["optional", dice.choice(["fine", "broken"])]
+        case "parked":
+            return ["parked", dice.randint(0, 2)]
+    return _step(dice)
+
+
+def _member(dice: random.Random, depth: int) -> Instruction:
+    roll = dice.random()
+    if roll < 0.1 and depth == 0:
+        return ["child", make_up(dice, depth=depth + 1), "cancel"]
+    if roll < 0.2:
+        return ["optional", dice.choice(["fine", "broken"])]
+    if roll < 0.25:
+        return ["parked", dice.randint(0, 1)]
+    return _step(dice)
+
+
+def _step(dice: random.Random) -> Instruction:
+    how = dice.choices(["fine", "slow", "flaky", "broken"], [10, 3, 3, 1])[0]
+    return ["undone", how, dice.choices(["fine", "flaky"], [4, 1])[0]]
+
+
+# --- a bad day -------------------------------------------------------------------------------------------------------
+
+
+class Chaos:
+    """One application on one database, and what happens to it."""
+
+    def __init__(
+        self,
+        seed: int,
+        environment: dict[str, str],
+        *,
+        start_worker: Callable[..., WorkerProcess],
+        workers: int = 2,
+        lock: Callable[[float], None] | None = None,
+    ) -> None:
+        self.dice = random.Random(seed)
+        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(SETTINGS), chaos_app.RETRY_AFTER: "2"}
+        self.broker = chaos_app.connect(self.environment)
+        self.told = chaos_app.declare(self.broker)
+        self.operator = Operator.on_broker(self.broker)
+        self.operator.init()
+        self.store: Store = self.operator.store
+        self._start_worker = start_worker
+        self._lock = lock
+        self.workers = [self._worker() for _ in range(workers)]
+        self.paused: set[int] = set()
+        self.runs: list[FlowHandle[Any]] = []
+
+    def _worker(self) -> WorkerProcess:
+        return self._start_worker("tests.processes.chaos_app", env=self.environment, threads=3)
+
+    def send(self, count: int) -> None:
+        for _ in range(count):
+            instructions = make_up(self.dice)
+            self.runs.append(self._patiently(lambda instructions=instructions: self.told.send(instructions)))  # type: ignore[misc]
+
+    def misfortune(self) -> None:
+        """One thing that goes wrong."""
+        self._patiently(self._misfortune)
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """A worker that was stopped in the middle of a write keeps the whole file locked until it goes on."""
+        try:
+            return action()
+        except StoreError:
+            self._resume()
+            return action()
+
+    def _misfortune(self) -> None:
+        match self.dice.choices(
+            ["kill", "pause", "resume", "double", "drop", "lock", "cancel", "compensate", "signal", "sweep", "term"],
+            [3, 2, 3, 4, 4, 1, 1, 1, 4, 3, 1],
+        )[0]:
+            case "kill":
+                self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.kill())
+            case "term":
+                self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
+            case "pause":
+                index = self.dice.randrange(len(self.workers))
+                if index not in self.paused and len(self.paused) < len(self.workers) - 1:
+                    self._pause(index, self.dice.uniform(0.5, 4.0))
+            case "resume":
+                self._resume()
+            case "double":
+                self._messages(
+                    "INSERT INTO {messages} (queue, state, priority, available_at, attempts, actor, message_id, enqueued_at, message) "
+                    "SELECT queue, 0, priority, available_at, 0, actor, message_id, enqueued_at, message FROM {messages} WHERE id = ?"
+                )
+            case "drop":
+                self._messages("DELETE FROM {messages} WHERE id = ? AND state <> 2")
+            case "lock":
+                if self._lock is not None:
+                    self._lock(self.dice.uniform(0.1, 1.0))
+            case "cancel":
+                with suppress(SagaError):
+                    self.dice.choice(self.runs).cancel("a bad day")
+            case "compensate":
+                with suppress(SagaError):
+                    self.dice.choice(self.runs).compensate("a bad day")
+            case "signal":
+                self.answer(self.dice.choice(self.runs))
+            case "sweep":
+                self.operator.sweep()
+
+    def _pause(self, index: int, seconds: float) -> None:
+        """Stop a worker in whatever it is doing. It goes on by itself: it may hold locks that we wait for."""
+        worker = self.workers[index]
+        self.paused.add(index)
+        os.killpg(worker.pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGCONT)
+
+        timer = threading.Timer(seconds, go_on)
+        timer.daemon = True
+        timer.start()
+
+    def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
+        if index in self.paused:
+            os.killpg(self.workers[index].pid, signal.SIGCONT)
+            self.paused.discard(index)
+        end(self.workers[index])
+        self.workers[index] = self._worker()
+
+    def _resume(self) -> None:
+        for index in self.paused:
+            os.killpg(self.workers[index].pid, signal.SIGCONT)
+        self.paused.clear()
+
+    def _messages(self, statement: str) -> None:
+        """Do something to a message that nobody holds."""
+        if chaos_app.REDIS in self.environment:
+            return
+        numbers = [row[0] for row in self.store.read(lambda tx: tx.all("SELECT id FROM {messages} WHERE state <> 3"))]
+        if numbers:
+            chosen = self.dice.choice(numbers)
+            self.store.write(lambda tx: tx.run(statement, (chosen,)))
+
+    def answer(self, run: FlowHandle[Any]) -> None:
+        """Send a run the signals that it waits for."""
+        names = self.store.read(
+            lambda tx: tx.all(
+                "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND name IS NOT NULL", (run.id,)
+            )
+        )
+        for (name,) in names:
+            with suppress(SagaError):
+                run.signal(name, {"answer": name})
+
+    def settle(self) -> None:
+        """The bad day is over: every run comes to its end."""
+        self._resume()
+
+        def ended() -> bool:
+            self.operator.sweep()
+            live = list(query(status=["pending", "running", "waiting"], broker=self.broker))
+            for run in live:
+                self.answer(run)
+            return not live and not self._rolling_back()
+
+        try:
+            eventually(ended, DEADLINE * 4 * max(1, len(self.runs) / 40), interval=0.2, because="every run ends")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.stuck()}") from None
+
+    def stuck(self) -> str:
+        """What is known of the runs that have not ended."""
+        runs = self._read(
+            "SELECT id, status, rollback, revision, wakes, wakes_seen, hold_error, parent_id, close_request, args FROM {flow_runs} "
+            "WHERE ended_at IS NULL OR rollback = 'running'"
+        )
+        told = []
+        for run in runs[:5]:
+            told.append(f"run {run}")
+            for table in ("action_runs", "compensation_runs", "children", "waits", "blocks"):
+                told += [f"  {table}: {row[1:24]}" for row in self._read(f"SELECT * FROM {{{table}}} WHERE run_id = ?", run[0])]
+            for row in self._read(
+                "SELECT id, queue, state, actor, available_at, reserved_at, lease_until, attempts, message FROM {messages}"
+            ):
+                if run[0].encode() in bytes(row[-1]):
+                    told.append(f"  message: {row[:-1]} {bytes(row[-1])[:300]!r}")
+        return "\n".join(told)
+
+    def _read(self, sql: str, *params: object) -> list[Any]:
+        return self.store.read(lambda tx: tx.all(sql, params))
+
+    def _rolling_back(self) -> int:
+        row = self.store.read(lambda tx: tx.one("SELECT COUNT(*) FROM {flow_runs} WHERE rollback = 'running'"))
+        return int(row[0]) if row else 0
+
+    def close(self) -> None:
+        self._resume()
+        for worker in self.workers:
+            worker.kill()
+
+
+# --- what must hold --------------------------------------------------------------------------------------------------
+
+
+def violations(store: Store, effects: EffectLog) -> list[str]:
+    """Every promise that was broken, in words. Run it when nothing is running any more."""
+    return list(_violations(store, effects))
+
+
+def _violations(store: Store, effects: EffectLog) -> Iterator[str]:
+    told: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    for entry in effects:
+        told[entry["run"], entry["sequence"], entry["effect"]].append(entry)
+    runs = {
+        row[0]: row
+        for row in store.read(lambda tx: tx.all("SELECT id, status, rollback, parent_id, wakes, wakes_seen FROM {flow_runs}"))
+    }
+    for run_id, status, rollback, *_ in runs.values():
+        if status not in FLOW_TERMINAL or rollback == "running":
+            yield f"{run_id} has not ended: {status}, rollback {rollback}"
+    yield from _histories(store)
+    steps = store.read(
+        lambda tx: tx.all(
+            "SELECT run_id, sequence, status, attempts, cycle, result, given_up, ended_at FROM {action_runs} ORDER BY run_id, sequence"
+        )
+    )
+    for run_id, sequence, status, attempts, cycle, result, given_up, ended_at in steps:
+        where = f"{run_id} step {sequence}"
+        started, ended = told[run_id, sequence, "work"], told[run_id, sequence, "work ended"]
+        if ended_at is None:
+            yield f"{where} was left {status}"
+        claims = [entry["attempt"] for entry in started]
+        if len(claims) != len(set(claims)):
+            yield f"{where}: one claim ran two bodies: {claims}"
+        if claims and max(claims) > attempts:
+            yield f"{where}: claim {max(claims)} ran, and the row knows of {attempts}"
+        if status == "completed":
+            recorded = json.loads(bytes(result))
+            if recorded["attempt"] != attempts:
+                yield f"{where}: the result is of claim {recorded['attempt']}, the row of claim {attempts}"
+            if not any(entry["attempt"] == attempts and entry["key"] == f"{run_id}:{sequence}:{cycle}" for entry in ended):
+                yield f"{where} is recorded as completed, and its body never ended"
+        elif status in ("failed", "optional_failed") and not given_up:
+            yield f"{where} was left between two tries"
+    yield from _rollbacks(store, told, {(row[0], row[1]): row[2] for row in steps}, runs)
+    yield from _the_rest(store, runs)
+
+
+def _histories(store: Store) -> Iterator[str]:
+    """One outcome per claim that won, one end per run."""
+    counted = store.read(
+        lambda tx: tx.all(
+            "SELECT run_id, type, sequence, attempt, COUNT(*) FROM {flow_events} GROUP BY run_id, type, sequence, attempt"
+        )
+    )
+    ends: dict[str, list[str]] = defaultdict(list)
+    for run_id, word, sequence, attempt, count in counted:
+        if word in ("action.completed", "compensation.completed", "action.started", "compensation.step_started") and count > 1:
+            yield f"{run_id}: {word} {sequence} of claim {attempt} is recorded {count} times"
+        if word in ("flow.completed", "flow.failed", "flow.cancelled", "flow.expired"):
+            ends[run_id] += [word] * count
+        if word == "compensation.started" and count > 1:
+            yield f"{run_id}: rolled back {count} times"
+    for run_id, words in ends.items():
+        if len(words) > 1:
+            yield f"{run_id} ended {len(words)} times: {words}"
+    twice = store.read(
+        lambda tx: tx.all(
+            "SELECT run_id, sequence, COUNT(*) FROM {flow_events} WHERE type = 'action.completed' GROUP BY run_id, sequence HAVING COUNT(*) > 1"
+        )
+    )
+    for run_id, sequence, count in twice:
+        yield f"{run_id} step {sequence} completed {count} times"
+
+
+def _rollbacks(
+    store: Store,
+    told: dict[tuple[str, int, str], list[dict[str, Any]]],
+    steps: dict[tuple[str, int], str],
+    runs: dict[str, Any],
+) -> Iterator[str]:
+    """Every completed step of a run that was rolled back is undone; level after level, none before the one above has ended."""
+    undone = store.read(
+        lambda tx: tx.all(
+            "SELECT run_id, sequence, level, status, attempts, undoes FROM {compensation_runs} ORDER BY run_id, level"
+        )
+    )
+    rows = {(row[0], row[1]): row for row in undone}
+    with_undo = store.read(lambda tx: tx.all("SELECT run_id, sequence FROM {action_runs} WHERE comp_actor IS NOT NULL"))
+    for run_id, sequence in with_undo:
+        _, status, rollback, *_ = runs[run_id]
+        if rollback == "done" and steps[run_id, sequence] == "completed" and (run_id, sequence) not in rows:
+            yield f"{run_id} step {sequence} completed, the rollback is done, and nobody undid it"
+        if status == "completed" and (run_id, sequence) in rows:
+            yield f"{run_id} completed, and step {sequence} was undone"
+    levels: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for run_id, sequence, level, status, attempts, _ in undone:
+        levels[run_id][level].append(sequence)
+        ended = told[run_id, sequence, "undo ended"]
+        if status == "completed" and not any(entry["attempt"] == attempts for entry in ended):
+            yield f"{run_id}: the undo of step {sequence} is recorded, and its body never ended"
+        if runs[run_id][2] == "done" and status != "completed":
+            yield f"{run_id}: the rollback is done, and the undo of step {sequence} is {status}"
+    for run_id, by_level in levels.items():
+        order = sorted(by_level)
+        for above, below in itertools.pairwise(order):
+            last = [
+                max((entry["at"] for entry in told[run_id, sequence, "undo ended"]), default=0) for sequence in by_level[above]
+            ]
+            first = [entry["at"] for sequence in by_level[below] for entry in told[run_id, sequence, "undo"]]
+            recorded = [
+                min((entry["at"] for entry in told[run_id, sequence, "undo ended"]), default=0) for sequence in by_level[above]
+            ]
+            if first and last and min(first) < max(recorded):
+                yield f"{run_id}: an undo of level {below} began before level {above} had ended"
+
+
+def _the_rest(store: Store, runs: dict[str, Any]) -> Iterator[str]:
+    for table in ("waits", "children", "compensation_runs"):
+        for run_id, sequence, status in store.read(
+            lambda tx, table=table: tx.all(f"SELECT run_id, sequence, status FROM {{{table}}} WHERE ended_at IS NULL")  # type: ignore[misc]
+        ):
+            if table != "compensation_runs" or runs[run_id][2] == "done":
+                yield f"{run_id}: {table} {sequence} was left {status}"
+    used = store.read(
+        lambda tx: tx.all(
+            "SELECT signal_id, COUNT(*) FROM {waits} WHERE signal_id IS NOT NULL GROUP BY signal_id HAVING COUNT(*) > 1"
+        )
+    )
+    for number, count in used:
+        yield f"signal {number} answered {count} waits"
+    for run_id, sequence, child_id, status, policy in store.read(
+        lambda tx: tx.all("SELECT run_id, sequence, child_id, status, close_policy FROM {children}")
+    ):
+        if child_id not in runs:
+            yield f"{run_id}: child {sequence} was never started"
+            continue
+        ended = runs[child_id][1]
+        if status in ("completed", "failed", "expired") and status != ended:
+            yield f"{run_id}: child {sequence} is {status} to its parent, and ended {ended}"
+        if status == "cancelled" and policy != "abandon" and ended == "completed" and runs[run_id][1] != "completed":
+            yield f"{run_id}: child {sequence} was to be closed by its parent, and completed"

@@ -25,6 +25,7 @@ from .step import Delivery
 if TYPE_CHECKING:
     from dramatiq import Actor, Broker
 
+    from .engine.core import Sender
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
     from .step import Runner
@@ -75,11 +76,13 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     if not runs.start(engine, new, sender):
         return
     runner = middleware.runner(broker).inlined(sender)
+    loop = _Loop(runner, sender, new.run_id)
     with inline_loop():
-        _Loop(runner, sender, new.run_id).run()
+        loop.run()
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))
     if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
         return
+    loop.hand_over(middleware.sender(broker))
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
     raise WouldBlockError(
@@ -114,6 +117,12 @@ class _Loop:
                 fired = timers.fire(engine, run_id, self._sender)
                 if not fired.any and timers.is_due(engine, run_id):
                     return  # what is overdue cannot be ended here
+
+    def hand_over(self, sender: Sender) -> None:
+        """What is left is for workers: what will be due has alarms from now on, where a message can carry them (TIMER-1)."""
+        if sender.rings:
+            for run_id in self._runs:
+                timers.set_alarm(self._runner.engine, run_id, sender, at=None)
 
     def _work(self) -> None:
         queue = self._sender.queue

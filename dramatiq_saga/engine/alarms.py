@@ -55,15 +55,15 @@ def message(run_id: str, workflow: str, queue: str, *, priority: int | None, at:
 def for_run(
     sender: Sender, run_id: str, workflow: str, queue: str, *, priority: int | None, at: int | None, now: int
 ) -> Alarm | None:
-    """The alarm for a deadline of a run; ``None`` where there is none, or the sender joins no transaction."""
-    if at is None or not sender.joins:
+    """The alarm for a deadline of a run; ``None`` where there is none, or no message can carry it."""
+    if at is None or not sender.rings:
         return None
     return Alarm(sender, message(run_id, workflow, queue, priority=priority, at=at, now=now), at)
 
 
 def for_decision(engine: Engine, sender: Sender, snapshot: Snapshot, decision: Decision, *, now: int) -> list[Alarm]:
     """The alarms for what ``decision`` creates: one for the run's earliest new deadline, and one for each child run with a deadline."""
-    if not sender.joins or decision.kind != "suspended":
+    if not sender.rings or decision.kind != "suspended":
         return []
     moments = [step.expires_at for step in decision.steps if step.expires_at is not None]
     more = decision.more

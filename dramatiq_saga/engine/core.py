@@ -71,6 +71,8 @@ class Sender(Protocol):
 
     #: True where messages are written in the transaction that creates their rows.
     joins: bool
+    #: True where a delayed message can carry a moment, so that a run's alarm is one (TIMER-1).
+    rings: bool
 
     def calm(self) -> None:
         """From here on nothing interrupts this thread for the message at hand: what follows must not be cut short."""

@@ -86,7 +86,7 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     messages = [
         Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority, options=run.options, delay=run.delay)
     ]
-    timer_at = run.expires_at if sender.joins else None
+    timer_at = run.expires_at if sender.rings else None
     if timer_at is not None:
         messages.append(alarms.message(run.run_id, run.workflow, run.queue, priority=run.priority, at=timer_at, now=now))
     outbox.load(messages)

@@ -72,6 +72,7 @@ class JoinedSender:
     """Messages and rows in one transaction."""
 
     joins = True
+    rings = True
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class DeferredSender:
     """Messages after the commit, by a broker that the transaction cannot reach."""
 
     joins = False
+    rings = False
 
     def __init__(
         self,
@@ -265,6 +267,7 @@ class InlineSender:
     """Messages for a loop in this process: :attr:`queue` holds what is to be run next (SYNC-1)."""
 
     joins = True
+    rings = False  # its loop waits by itself
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()

@@ -155,9 +155,11 @@ def fire(
         break
     if delivery is not None and found.unseen and not driven and engine.drives(found.workflow, found.queue):
         drive.drive(engine, run_id, sender, delivery)  # an earlier delivery has fired, and was lost before its drive
-    if sender.joins:
+    if sender.rings:
         set_alarm(engine, run_id, sender, at=at)
-    elif found.timer_at is not None:  # a message has looked: the next one may be sent as soon as something else is due
+    elif (
+        not sender.joins and found.timer_at is not None
+    ):  # a message has looked: the next one may be sent as soon as something else is due
         engine.store.write(lambda tx: tx.run(_CLEAR, (run_id, found.timer_at)))
     return fired
 

@@ -72,6 +72,7 @@ class HandSender:
     """Collects what writes send. Like a queue in the same database: a message exists if and only if its write has committed."""
 
     joins = True
+    rings = True
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()

@@ -560,3 +560,29 @@ def test_in_two_hundred_rounds_the_payload_or_the_timeout_wins_and_the_history_a
         }[value]  # fmt: skip
         assert [signal.status for signal in handle.signals()] in (["consumed"] if value == "payload" else ["received"], [])
     assert len(app.calls) == 200
+
+
+def test_a_run_that_run_sync_leaves_to_workers_has_its_alarm(joined: Application) -> None:
+    """SYNC-1, TIMER-1: a step that nobody here can run has a deadline; the workers that take over are told of the moment."""
+    app = joined
+    step = app.step("step")
+
+    @app.workflow
+    def left(flow: Flow) -> str:
+        flow.action(step).expires_in(60).run()
+        flow.await_signal("go")
+        try:
+            flow.await_signal("never", wait_seconds=0.2)
+        except SignalTimeoutError:
+            return "timed out"
+        return "signalled"
+
+    with pytest.raises(WouldBlockError) as caught:
+        left.run_sync()
+    run_id = caught.value.run_id
+    assert app.sql("SELECT timer_at FROM {flow_runs} WHERE id = ?", run_id) == [(None,)]
+    handle: FlowHandle[Any] = FlowHandle(run_id, "left", middleware=app.middleware, broker=app.broker)
+    handle.signal("go")
+    app.start()
+    assert app.ended(handle) == "completed"
+    assert handle.result() == "timed out"

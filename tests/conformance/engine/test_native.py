@@ -209,8 +209,9 @@ def test_a_message_that_is_too_old_fails_its_step(kind: str, applications: Appli
     app.broker.declare_queue(app.queue + "x")
     handle = two.send()
     app.start(queues={app.queue})
-    row = eventually(lambda: next((a for a in handle.actions() if a.actor == "old"), None))
-    eventually(lambda: app.engine.now() - row.created_at > 60)
+    sent = "SELECT sent_at FROM {action_runs} WHERE run_id = ? AND actor = 'old' AND sent_at IS NOT NULL"
+    ((sent_at,),) = eventually(lambda: app.sql(sent, handle.id))  # its message is not younger than that
+    eventually(lambda: app.engine.now() - sent_at > 60)
     app.start(queues={app.queue + "x"})
     assert app.ended(handle) == "failed"
     error = handle.actions()[1].error

@@ -27,8 +27,10 @@ from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
+from .recovery.explain import Explanation, Post, Posts, why
 from .recovery.kick import KickReport, kick
 from .recovery.prune import PruneReport, prune
+from .recovery.stuck import StuckReport, stuck
 from .recovery.sweep import SweepReport, sweep
 from .report_entries import EntryReport
 from .reports import RunReport, StepReport, read_run
@@ -50,6 +52,10 @@ _LISTED = ("workflow", "status", "rollback", "started_at", "ended_at", "hold_unt
 _EXISTS = "SELECT 1 FROM {flow_runs} WHERE id = ?"
 _OF_WORKFLOW = "SELECT 1 FROM {flow_runs} WHERE workflow = ? LIMIT 1"
 _BY_MESSAGE = "SELECT id FROM {messages} WHERE state = 3 AND message_id = ?"
+
+
+#: Most runs that ``stuck`` lists, and most messages of each state that ``why`` looks through.
+MAX_STUCK, MESSAGES_LOOKED_AT = 1000, 20_000
 
 
 class RefusedError(SagaError):
@@ -203,6 +209,36 @@ class Operator:
         if report is None:
             raise FlowNotFoundError(run_id)
         return report
+
+    def why(self, run_id: str) -> Explanation:
+        """Why a run does not go on: what it waits for, what acts on that next, and what can be done (C57). Changes nothing.
+
+        Of its messages it knows what a database broker keeps; those of another broker cannot be seen. Raises FlowNotFoundError.
+        """
+        self._require_tables()
+        queue = self._queue_store()
+        elsewhere = None if queue is None or queue is self.store else self._posts(queue, run_id)
+
+        def look(tx: Tx) -> Explanation | None:
+            posts = elsewhere or (self._unseen() if queue is None else self._posts_in(tx, run_id))
+            return why(tx, run_id, settings=self.settings, now=self.store.clock.now(), posts=posts)
+
+        found = self.store.read(look)
+        if found is None:
+            raise FlowNotFoundError(run_id)
+        return found
+
+    def stuck(self, *, limit: int = 50) -> StuckReport:
+        """The runs that need a human, each once, at most ``limit``. Changes nothing.
+
+        Runs of workflows that are not declared are among them where the application is known. Raises ValueError for a bad limit.
+        """
+        if not 0 < limit <= MAX_STUCK:
+            raise ValueError(f"limit must be from 1 to {MAX_STUCK}, not {limit}")
+        self._require_tables()
+        declared = None if self.broker is None else list(workflows_of(self.broker))
+        now = self.store.clock.now()
+        return self.store.read(lambda tx: stuck(tx, settings=self.settings, now=now, limit=limit, declared=declared))
 
     def verify(self, run_id: str | None = None, *, workflow: str | None = None, finished: bool = False) -> VerifyReport:
         """Whether recorded histories fit the application's code: of one run, or of every live one. Changes nothing (HISTORY-1).
@@ -469,6 +505,43 @@ class Operator:
             _refuse_to_create(store)
         store.prepare()
         return store
+
+    def _unseen(self) -> Posts:
+        return Posts(
+            None, False, f"its messages are kept by {type(self.broker).__name__}: from here nobody can see whether they exist"
+        )
+
+    def _posts(self, store: Store, run_id: str) -> Posts:
+        store.prepare()
+        return store.read(lambda tx: self._posts_in(tx, run_id))
+
+    def _posts_in(self, tx: Tx, run_id: str) -> Posts:
+        """The messages of a run that a database broker keeps."""
+        found, complete = dead_letters.carrying(tx, run_id, looked_at=MESSAGES_LOOKED_AT, limit=100)
+        posts, unread = [], False
+        for one in found:
+            facts = (one.options or {}).get(OPTION)
+            unread = unread or one.options is None
+            if isinstance(facts, dict) and facts.get("run") == run_id:
+                sequence = facts.get("sequence")
+                posts.append(
+                    Post(
+                        str(facts.get("kind")),
+                        sequence if isinstance(sequence, int) else None,
+                        one.state,
+                        one.queue,
+                        one.at,
+                        one.id,
+                    )
+                )
+        note = None
+        if not complete:
+            note = f"more than {MESSAGES_LOOKED_AT} messages wait: not all of them were looked at"
+        elif unread:
+            note = "a message that carries its id cannot be decoded here"
+        elif self.broker is None and not posts:
+            note = "this database keeps no message of it; whether its broker keeps its queues here, only the application knows (--app)"
+        return Posts(tuple(posts), note is None, note)
 
     def _number_of(self, store: Store, message_id: str) -> int:
         found = [row[0] for row in store.read(lambda tx: tx.all(_BY_MESSAGE, (message_id,)))]

@@ -1,4 +1,4 @@
-"""Looking at the queues from outside: depths, and the messages that were given up (QUEUE-5).
+"""Looking at the queues from outside: depths, the messages of one run, and those that were given up (QUEUE-5).
 
 Dead letters stay in the queue's table until they are requeued or purged. Requeueing is one conditional ``UPDATE``: two
 operators who requeue the same one send it once. Nothing here is on a worker's path.
@@ -6,6 +6,7 @@ operators who requeue the same one send it once. Nothing here is on a worker's p
 
 from __future__ import annotations
 
+import json
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,19 @@ MAX_REASON = 4000
 #: Message options that count tries: an operator's requeue renews them.
 TRY_OPTIONS = ("retries", "traceback", "requeue_timestamp")
 
+_STATES = {READY: "ready", DELAYED: "delayed", RESERVED: "reserved", DEAD: "dead"}
 _STATS = "SELECT queue, state, COUNT(*) FROM {messages} GROUP BY queue, state"
+# The state is part of the text: a partial index serves only a statement that repeats its predicate.
+_CARRYING = (
+    "SELECT m.id, m.queue, m.enqueued_at, m.available_at, m.lease_until, m.died_at, m.message FROM "
+    "(SELECT * FROM {{messages}} WHERE state = {state} LIMIT ?) m WHERE {holds} LIMIT ?"
+)
+_HOLDS = {  # differs because: each has its own function that finds bytes in bytes
+    "sqlite": "instr(m.message, ?) > 0",
+    "postgresql": "position(CAST(? AS BYTEA) IN m.message) > 0",
+    "mysql": "LOCATE(CAST(? AS BINARY), m.message) > 0",
+}
+_COUNT_STATE = "SELECT COUNT(*) FROM (SELECT 1 FROM {{messages}} WHERE state = {state} LIMIT ?) m"
 _COLUMNS = "id, queue, actor, message_id, reason, attempts, enqueued_at, died_at, message"
 _LIST = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 ORDER BY died_at DESC, id DESC LIMIT ?"
 _LIST_QUEUE = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 AND queue = ? ORDER BY died_at DESC, id DESC LIMIT ?"
@@ -66,6 +79,20 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundMessage:
+    """A message that was looked for. ``at`` is when it was sent, is due, when its reservation runs out, or when it died.
+
+    ``state`` is ``ready``, ``delayed``, ``reserved`` or ``dead``; ``options`` is ``None`` where it cannot be decoded.
+    """
+
+    id: int
+    queue: str
+    state: str
+    at: int
+    options: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class QueueStats:
     """How many rows of one queue are in which state."""
 
@@ -91,6 +118,31 @@ def newest(tx: Tx, queue: str | None, limit: int) -> list[DeadLetter]:
     """Up to ``limit`` dead letters, the newest first."""
     rows = tx.all(_LIST, (limit,)) if queue is None else tx.all(_LIST_QUEUE, (queue, limit))
     return [_letter(row) for row in rows]
+
+
+def carrying(tx: Tx, text: str, *, looked_at: int, limit: int) -> tuple[list[FoundMessage], bool]:
+    """The messages that carry ``text`` in what is stored of them, at most ``limit`` of each state; and whether every message was looked at.
+
+    At most ``looked_at`` messages of each state are, so that a deep queue does not keep a reader for long.
+    """
+    needle = json.dumps(text)[1:-1].encode()
+    found, complete = [], True
+    for state, word in _STATES.items():
+        sql = _CARRYING.format(state=state, holds=_HOLDS[tx.dialect])
+        for id_, queue, enqueued_at, available_at, lease_until, died_at, payload in tx.all(sql, (looked_at, needle, limit)):
+            at = {READY: enqueued_at, DELAYED: available_at, RESERVED: lease_until, DEAD: died_at}[state]
+            found.append(FoundMessage(id_, queue, word, at, _options_of(bytes(payload))))
+        count = tx.one(_COUNT_STATE.format(state=state), (looked_at,))
+        complete = complete and count is not None and count[0] < looked_at
+    return found, complete
+
+
+def _options_of(payload: bytes) -> dict[str, Any] | None:
+    try:
+        options: object = Message.decode(payload).options
+    except Exception:  # whatever the row holds, and whatever an application's encoder makes of it
+        return None
+    return options if isinstance(options, dict) else None
 
 
 def requeue(tx: Tx, letter_id: int, now: int) -> DeadLetter | None:

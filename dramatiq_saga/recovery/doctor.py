@@ -264,6 +264,27 @@ def spent(engine: Engine) -> dict[str, int]:
     return dict(_count(engine, f" AND {_SPENT}", engine.settings.repair.max_attempts, engine.now()))
 
 
+def list_spent(tx: Tx, repair: Repair, *, now: int, limit: int) -> Iterator[tuple[str, str, int, int | None, str, int]]:
+    """What has spent its repairs, one by one: rule, run, since when, sequence (``None``: the run itself), actor, repairs.
+
+    At most ``limit`` of each rule.
+    """
+    budget = (repair.max_attempts, now, limit)
+    for rule in ROW_RULES:
+        sql = (
+            f"SELECT r.run_id, r.created_at, r.sequence, r.actor, r.repair_attempts FROM {{{TABLES[rule.kind]}}} r "
+            f"WHERE {rule.condition} AND {_SPENT} ORDER BY {rule.order} LIMIT ?"
+        )
+        for run_id, since, sequence, actor, repairs in tx.all(sql, (*rule.horizon(repair, now), *budget)):
+            yield rule.name, run_id, since, sequence, actor, repairs
+    sql = (
+        "SELECT r.id, r.woken_at, r.workflow, r.repair_attempts FROM {flow_runs} r "
+        f"WHERE {_UNSEEN} AND {_SPENT} ORDER BY r.woken_at LIMIT ?"
+    )
+    for run_id, since, workflow, repairs in tx.all(sql, (now - int(repair.grace_seconds * 1000), *budget)):
+        yield "R2", run_id, since, None, workflow, repairs
+
+
 def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int]]:
     repair, now = engine.settings.repair, engine.now()
     statements = [

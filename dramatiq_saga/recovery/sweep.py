@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 #: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
 LONG_RUNNING_MS = 3_600_000
 
-# Its first term is the predicate of the indexes of live rows.
-_NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
+#: Of a row ``r``; its marker is the moment before which it was begun. The first term is the predicate of the indexes of live rows.
+NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ def never_reclaimed(engine: Engine) -> int:
     """``running`` rows older than an hour that have no reclaim deadline (RECLAIM-4): they wait for a human."""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {_NEVER_RECLAIMED} AND {WANTED[kind]}"
-        for kind in (STEP, COMPENSATION)
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {NEVER_RECLAIMED} AND {WANTED[kind]}" for kind in (STEP, COMPENSATION)
     ]
 
     def count(tx: Tx) -> int:

@@ -27,7 +27,7 @@ from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
-from .recovery.explain import Explanation, Post, Posts, why
+from .recovery.explain import Declared, Explanation, Post, Posts, why
 from .recovery.kick import KickReport, kick
 from .recovery.prune import PruneReport, prune
 from .recovery.stuck import StuckReport, stuck
@@ -219,9 +219,13 @@ class Operator:
         queue = self._queue_store()
         elsewhere = None if queue is None or queue is self.store else self._posts(queue, run_id)
 
+        broker = self.broker
+        declared = None if broker is None else Declared(workflows_of(broker), broker.actors)
+
         def look(tx: Tx) -> Explanation | None:
             posts = elsewhere or (self._unseen() if queue is None else self._posts_in(tx, run_id))
-            return why(tx, run_id, settings=self.settings, now=self.store.clock.now(), posts=posts)
+            now = self.store.clock.now()
+            return why(tx, run_id, settings=self.settings, now=now, posts=posts, declared=declared)
 
         found = self.store.read(look)
         if found is None:

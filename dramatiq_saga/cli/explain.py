@@ -40,10 +40,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _why(operator: Operator, options: argparse.Namespace) -> Answer:
     found = operator.why(options.run_id)
-    settings = (
-        None if operator.broker is not None else "dials are told as the environment sets them; --app knows the application's"
-    )
-    return Answer(found.as_dict(), list(_lines(found, operator.store.clock.now())), note=settings)
+    lines = list(_lines(found, operator.store.clock.now()))
+    if operator.broker is None:
+        lines += ["", "dials are told as the environment sets them: the application's own are known with --app"]
+    return Answer({**found.as_dict(), "dials": "environment" if operator.broker is None else "application"}, lines)
 
 
 def _stuck(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -108,12 +108,12 @@ def _stuck_lines(report: StuckReport, now: int) -> list[str]:
         return ["no run needs a human"]
     rows = [
         (run.run_id, run.workflow, run.status, "" if run.since is None else relative(run.since, now),
-         cut(cell(run.reason), WIDTH) + (f" (and {run.also} more)" if run.also else ""), run.advice)
+         run.advice, cut(cell(run.reason), WIDTH) + (f" (and {run.also} more)" if run.also else ""))
         for run in report.runs
     ]  # fmt: skip
     more = ["", "there are more: --limit N"] if report.more else []
     return [
-        *table(("run", "workflow", "status", "since", "reason", "do"), rows),
+        *table(("run", "workflow", "status", "since", "do", "reason"), rows),
         *more,
         "",
         "`dramatiq-saga why RUN` says more",

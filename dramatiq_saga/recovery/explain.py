@@ -12,7 +12,7 @@ Long because each state that a run may be in has its words here, and nowhere els
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -178,13 +178,27 @@ class Explanation:
         }  # fmt: skip
 
 
-def why(tx: Tx, run_id: str, *, settings: Settings, now: int, posts: Posts) -> Explanation | None:
-    """Why a run does not go on, from one snapshot; ``None`` where there is no such run. ``now`` is in milliseconds."""
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The workflows and actors that the application declares."""
+
+    workflows: Collection[str]
+    actors: Collection[str]
+
+
+def why(
+    tx: Tx, run_id: str, *, settings: Settings, now: int, posts: Posts, declared: Declared | None = None
+) -> Explanation | None:
+    """Why a run does not go on, from one snapshot; ``None`` where there is no such run. ``now`` is in milliseconds.
+
+    ``declared`` is ``None`` where the application is not known.
+    """
     row = tx.one(_RUN, (run_id,))
     if row is None:
         return None
     run = dict(zip(_RUN_COLUMNS, row, strict=True))
     asking = _Asking(tx, run, settings, now, posts)
+    asking.declared = declared
     if run["rollback"] == "running":
         reasons = list(asking.rolling_back())
     elif run["ended_at"] is not None:
@@ -203,6 +217,7 @@ class _Asking:
         self.tx, self.run, self.settings, self.now, self.posts = tx, run, settings, now, posts
         self.id: str = run["id"]
         self.more = 0
+        self.declared: Declared | None = None
 
     def _all(self, sql: str) -> list[Any]:
         return list(self.tx.all(sql, (self.id, TOLD) if "LIMIT" in sql else (self.id,)))
@@ -221,7 +236,7 @@ class _Asking:
         yield Reason(
             "halted", f"it is {run['status']}, and its rollback has halted: what follows the failed undo was not undone, since",
             run["ended_at"], error=_error(run["rollback_error"]), rank=0,
-            acts=(Act("nothing", "a halted rollback goes on by itself never", on=False),),
+            acts=(Act("nothing", "a halted rollback never goes on by itself", on=False),),
             advice=(f"mend the cause, then: dramatiq-saga resume-rollback {self.id}",),
         )  # fmt: skip
         for sequence, actor, level, error in self._all(_FAILED_UNDOS):
@@ -253,16 +268,11 @@ class _Asking:
             *common, not_before, sent_at, _, policy = row
             then = "goes on" if policy == "continue" else "halts"
             reason = self._row("undo", common, since=max(common[11], sent_at or 0), not_before=not_before)
-            yield replace(
-                reason,
-                text=f"rolling back ({ends}), level {level}; if this undo fails for good the rollback {then}: {reason.text}",
-            )
+            yield replace(reason, text=f"level {level}, the rollback {then} if it fails for good; {reason.text}")
         self.more += open_here - len(told)
         behind = sum(count for _, count in levels[1:])
-        if behind:
-            yield Reason(
-                "undos_follow", f"{_count(behind, 'undo')} of later levels {_follow(behind)} when this level has ended", rank=4
-            )
+        later = f"{_count(behind, 'undo')} of later levels {_follow(behind)}" if behind else "no level follows"
+        yield Reason("rolling_back", f"it is rolled back ({ends}): level {level} is at work, {later}", rank=4)
 
     # --- under way ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +318,11 @@ class _Asking:
             )  # fmt: skip
         elif run["wakes"] > run["wakes_seen"]:
             yield self._undriven()
+        if self.declared is not None and run["workflow"] not in self.declared.workflows:
+            yield Reason(
+                "undeclared", f"its workflow {run['workflow']} is not declared by the application: no worker of it can drive the run",
+                rank=1, advice=("deploy the module that declares it",),
+            )  # fmt: skip
         if run["close_request"] is not None:
             yield Reason(
                 "close_request", f"its parent {run['parent_id']} has ended and asks it to end ({run['close_request']}); a drive does that",
@@ -425,6 +440,9 @@ class _Asking:
          error) = row  # fmt: skip
         posts = self.posts.of("compensation" if what == "undo" else "step", sequence)
         lost = self._lost(posts)
+        unknown = ""
+        if self.declared is not None and actor not in self.declared.actors:
+            unknown = f", and the application declares no actor {actor}"
         known: dict[str, Any] = {"sequence": sequence, "name": actor, "error": _error(error), "messages": posts}
         if status == "running":
             return self._running(what, queue, known, worker, attempts, tries, started_at, reclaim_at, repairs, repair_after)
@@ -442,7 +460,7 @@ class _Asking:
             )  # fmt: skip
         doctor = self._doctor("R1", max(since, not_before or 0), repairs, repair_after)
         return Reason(
-            f"{what}_pending", f"no worker has taken it{_LOST if lost else ''}, since", since, lost=lost,
+            f"{what}_pending", f"no worker has taken it{_LOST if lost else ''}{unknown}, since", since, lost=lost,
             acts=(*self._comes(posts), doctor), advice=self._deliver(posts, queue, lost=lost), **known,
         )  # fmt: skip
 
@@ -520,9 +538,9 @@ class _Asking:
             return Act(rule, f"the doctor is off for it ({off})", on=False)
         grace = 0 if rule == "R3" else int(repair.grace_seconds * 1000)
         spent = f" ({repairs} of {repair.max_attempts} repairs spent)" if repairs else ""
-        return Act(
-            rule, f"the doctor sends its message again{spent}, in the first sweep after", max(since + grace, repair_after or 0)
-        )
+        at = max(since + grace, repair_after or 0)
+        when = "in the next sweep; due since" if at <= self.now else "in the first sweep after"
+        return Act(rule, f"the doctor sends its message again{spent}, {when}", at)
 
 
 _LOST = ", and no message for it exists"

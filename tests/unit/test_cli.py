@@ -316,7 +316,7 @@ def test_a_global_broker_without_the_middleware_points_to_the_one_that_has_it(sh
 def test_a_database_is_enough_to_look(shop: Shop) -> None:
     run = shop.start()
     database = f"sqlite:///{shop.directory}/shop.db"
-    for command in (["list"], ["show", run.id, "--events"], ["queues"]):
+    for command in (["list"], ["show", run.id, "--events"], ["queues"], ["stuck"]):
         done = shop.plainly("--database", database, *command)
         assert (done.status, done.err) == (0, "")
         assert done.out == shop(*command).out or command[0] in ("show", "list")  # those tell how long ago
@@ -740,6 +740,58 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(shop: Shop) -> None:
         done = shop(*command, "nobody")
         assert (done.status, done.out) == (1, "")
         assert "no run has the id 'nobody'" in done.err
+
+
+# --- why and stuck ---------------------------------------------------------------------------------------------------
+
+
+def test_why_says_what_is_waited_for_what_acts_next_and_what_to_do(shop: Shop) -> None:
+    """C57; C70: what a step has raised moves no terminal."""
+    run = shop.failed_once()
+    done = shop("why", run.id)
+    assert (done.status, done.err) == (0, "")
+    assert done.lines[0].startswith(f"run {run.id} of checkout is ")
+    assert done.lines[2].startswith("1. step 3 ship: between tries: 1 try failed; the next is due at ")
+    assert done.lines[3] == "   error: ValueError: no \\x1b[31mtruck\\u202e"
+    assert "message: step 3 is delayed in queue default" in done.out
+    assert "next: native retry: try 2, as its actor's retries say, at" in done.out
+    assert "next: R1: the doctor sends its message again, in the first sweep after" in done.out
+
+
+def test_why_is_a_value_for_machines_and_needs_no_application(shop: Shop) -> None:
+    run = shop.start()
+    alone = shop.plainly("--database", "shop.db", "--json", "why", run.id)
+    known = shop("--json", "why", run.id)
+    assert (alone.status, alone.value["dials"], known.value["dials"]) == (0, "environment", "application")
+    (reason,) = known.value["reasons"]
+    assert (reason["kind"], reason["stuck"], reason["messages"][0]["state"]) == ("start", False, "ready")
+    assert [act["by"] for act in reason["next"]] == ["message", "R2"]
+    assert "with --app" in shop.plainly("--database", "shop.db", "why", run.id).out
+
+
+def test_why_of_a_run_that_is_not_there_is_refused(shop: Shop) -> None:
+    shop("init")
+    done = shop("why", "nobody")
+    assert (done.status, done.out) == (1, "")
+    assert "nobody" in done.err
+
+
+def test_stuck_lists_the_runs_that_need_a_human_and_ends_with_0(shop: Shop) -> None:
+    """RECLAIM-4: a step that nothing will ever reclaim, in one line; exit status 0 whatever is found."""
+    assert shop("init").status == 0
+    assert shop("stuck").lines == ["no run needs a human"]
+    run = shop.failed_once()
+    shop.sql(
+        "UPDATE saga_action_runs SET status = 'running', started_at = 1, worker_id = 'host' || char(27) WHERE sequence = 3",
+    )
+    done = shop("stuck")
+    assert done.status == 0
+    assert done.lines[1].startswith(f"{run.id}  checkout  ")
+    assert done.lines[1].endswith("step 3 ship is running on host\\x1b, and nothing will ever reclaim it")
+    value = shop("--json", "stuck", "--limit", "1").value
+    assert [(one["run_id"], one["kind"]) for one in value["runs"]] == [(run.id, "never_reclaimed")]
+    assert value["more"] is False
+    assert shop("stuck", "--limit", "0").status == 2
 
 
 # --- cancel ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,619 @@
+"""Why a run does not go on, and which runs need a human: every reason, told from the rows (C57, RECLAIM-4, HISTORY-1, COMP-4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dramatiq_saga import Flow, FlowHandle, Settings, workflow
+from dramatiq_saga.cli.explain import _lines, _stuck_lines
+from dramatiq_saga.errors import FlowNotFoundError
+from dramatiq_saga.operations import MAX_STUCK, Operator
+from dramatiq_saga.recovery.explain import Explanation, Reason
+from dramatiq_saga.recovery.stuck import StuckReport
+from tests.support.workbench import MakeBench, Workbench
+
+HOUR = 3600
+SECOND = 1000
+
+
+@pytest.fixture
+def joined(make_bench: MakeBench) -> Workbench:
+    """On a database broker, with repair on."""
+    return make_bench()
+
+
+def operator(bench: Workbench) -> Operator:
+    return Operator.on_broker(bench.broker)
+
+
+def explain(bench: Workbench, run: FlowHandle[Any]) -> Explanation:
+    found = operator(bench).why(run.id)
+    assert json.dumps(found.as_dict())
+    return found
+
+
+def deciding(bench: Workbench, run: FlowHandle[Any]) -> Reason:
+    return explain(bench, run).reasons[0]
+
+
+def text(bench: Workbench, run: FlowHandle[Any]) -> str:
+    return "\n".join(_lines(explain(bench, run), bench.clock.now()))
+
+
+def list_stuck(bench: Workbench, **options: Any) -> StuckReport:
+    return operator(bench).stuck(**options)
+
+
+def kinds(report: StuckReport) -> list[tuple[str, str]]:
+    return [(run.run_id, run.kind) for run in report.runs]
+
+
+def acts(reason: Reason) -> dict[str, tuple[int | None, bool]]:
+    return {act.by: (act.at, act.on) for act in reason.acts}
+
+
+def scheduled(bench: Workbench) -> FlowHandle[Any]:
+    """A run whose first step is pending, and whose message is there."""
+    run = bench.send()
+    bench.drive(run)
+    return run
+
+
+def claimed(bench: Workbench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
+    """A run whose first step a worker has claimed that is no more."""
+    run = scheduled(bench)
+    bench.lose_messages()
+    bench.write(
+        "UPDATE {action_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = 'host-7', reclaim_stale_at = ? "
+        "WHERE run_id = ?",
+        bench.clock.now(), None if reclaim_in is None else bench.clock.now() + reclaim_in * SECOND, run.id,
+    )  # fmt: skip
+    return run
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("no \x1b[31mmoney\u202e")
+
+
+def rolling_back(bench: Workbench) -> FlowHandle[Any]:
+    """A run with two completed steps, whose undoing has begun."""
+    run = bench.send()
+    bench.bodies["pay"] = fail
+    bench.work_until(lambda: len(run.actions()) == 3 and run.actions()[2].status == "failed")
+    bench.lose_messages()
+    assert run.compensate()
+    return run
+
+
+def halted(bench: Workbench) -> FlowHandle[Any]:
+    """A run whose first undo has failed for good."""
+    run = rolling_back(bench)
+    bench.bodies["cancel_flight"] = fail
+    bench.lose_messages()
+    bench.write("UPDATE {compensation_runs} SET tries = 3 WHERE run_id = ?", run.id)
+    operator(bench).kick(run.id)
+    bench.work_until(lambda: run.rollback == "halted")
+    return run
+
+
+def held(bench: Workbench) -> FlowHandle[Any]:
+    """A run whose code does not fit its history."""
+    run = scheduled(bench)
+    bench.write("UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = ? WHERE id = ?", bench.clock.now(), run.id)
+    bench.flow_function = lambda flow, traveller: flow.run(bench.actors["pay"], traveller)
+    bench.drive(run)
+    return run
+
+
+def start(bench: Workbench, function: Callable[[Flow], Any], **options: Any) -> FlowHandle[Any]:
+    """A run of another workflow, driven once."""
+    run = workflow(name=function.__name__, broker=bench.broker)(function).send_with_options(**options)
+    bench.drive(run)
+    return run
+
+
+# --- what a run waits for --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_nobody_has_started_names_its_message_and_its_queue(joined: Workbench) -> None:
+    run = joined.send()
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.lost, reason.stuck) == ("start", False, False)
+    assert [(post.kind, post.state, post.queue) for post in reason.messages] == [("drive", "ready", "default")]
+    assert acts(reason)["R2"] == (joined.clock.now() + 60 * SECOND, True)
+    assert "see that workers of queue default run" in text(joined, run)
+
+
+def test_a_wake_that_no_drive_has_seen_and_whose_message_is_lost_is_for_r2(joined: Workbench) -> None:
+    """R2 of DOCTOR-1: since when, when the doctor acts, and what to do at once."""
+    run = joined.send()
+    joined.write("UPDATE {flow_runs} SET status = 'running', started_at = created_at WHERE id = ?", run.id)
+    joined.lose_messages()
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.lost, reason.messages) == ("drive", True, ())
+    assert "no message for it exists" in reason.text
+    assert f"dramatiq-saga kick {run.id}" in text(joined, run)
+
+
+def test_a_pending_step_names_its_message(joined: Workbench) -> None:
+    run = scheduled(joined)
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.sequence, reason.name, reason.at) == ("step_pending", 1, "book_hotel", joined.clock.now())
+    assert [(post.kind, post.sequence, post.state) for post in reason.messages] == [("step", 1, "ready")]
+    assert not reason.stuck
+
+
+@pytest.mark.parametrize("state", [1, 2, 3])
+def test_a_message_is_found_in_every_state(joined: Workbench, state: int) -> None:
+    run, now = scheduled(joined), joined.clock.now()
+    joined.write(
+        "UPDATE {messages} SET state = ?, reserved_at = ?, lease_until = ?, died_at = ?, available_at = ?",
+        state, now if state == 2 else None, now + 5 if state == 2 else None, now if state == 3 else None, now + 7,
+    )  # fmt: skip
+    reason = deciding(joined, run)
+    word, at = {1: ("delayed", now + 7), 2: ("reserved", now + 5), 3: ("dead", now)}[state]
+    assert [(post.state, post.at) for post in reason.messages] == [(word, at)]
+    assert reason.lost is (state == 3), "a dead letter comes by itself never"
+    assert ("is dead letter" in text(joined, run)) is (state == 3)
+
+
+def test_another_runs_message_that_names_this_run_is_not_its_own(joined: Workbench) -> None:
+    run = scheduled(joined)
+    joined.lose_messages()
+    joined.actors["pay"].send(run.id)
+    assert deciding(joined, run).lost
+
+
+def test_a_lost_message_is_for_r1_and_the_grace_is_told(joined: Workbench) -> None:
+    """R1 of DOCTOR-1; NATIVE-1: what is spent of the budget is told."""
+    run = scheduled(joined)
+    joined.lose_messages()
+    reason = deciding(joined, run)
+    assert reason.lost
+    assert acts(reason) == {"R1": (joined.clock.now() + 60 * SECOND, True)}
+    joined.advance(60)
+    joined.sweep()
+    joined.lose_messages()
+    assert "(1 of 10 repairs spent)" in text(joined, run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dial"),
+    [
+        ({}, "repair.enabled"),
+        ({"repair.enabled": True, "repair.redispatch_lost_actions": False}, "repair.redispatch_lost_actions"),
+    ],
+)
+def test_a_lost_message_with_the_dial_off_is_stuck_and_names_the_dial(make_bench: MakeBench, settings: Any, dial: str) -> None:
+    """DOCTOR-1: off until enabled."""
+    bench = make_bench(settings=Settings.from_mapping(settings))
+    run = scheduled(bench)
+    bench.lose_messages()
+    reason = deciding(bench, run)
+    assert reason.stuck
+    assert f"the doctor is off for it ({dial})" in text(bench, run)
+    assert f"kick {run.id}" in reason.advice[0]
+
+
+def test_a_spent_budget_is_told_and_only_a_kick_helps(joined: Workbench) -> None:
+    run = scheduled(joined)
+    joined.lose_messages()
+    joined.write("UPDATE {action_runs} SET repair_attempts = 10, repair_after = 1 WHERE run_id = ?", run.id)
+    joined.advance(HOUR)
+    assert deciding(joined, run).stuck
+    assert "the doctor has spent its 10 repairs on it" in text(joined, run)
+    assert kinds(list_stuck(joined)) == [(run.id, "repairs_spent")]
+    operator(joined).kick(run.id)
+    assert kinds(list_stuck(joined)) == []
+
+
+def test_a_run_whose_drives_are_spent_is_stuck_too(joined: Workbench) -> None:
+    run = joined.send()
+    joined.lose_messages()
+    joined.write("UPDATE {flow_runs} SET repair_attempts = 10, repair_after = 1 WHERE id = ?", run.id)
+    joined.advance(HOUR)
+    assert deciding(joined, run).stuck
+    assert kinds(list_stuck(joined)) == [(run.id, "repairs_spent")]
+
+
+def test_between_two_tries_the_next_one_is_told_with_its_error(joined: Workbench) -> None:
+    """NATIVE-6: which try comes next, and when."""
+    run = joined.send()
+    joined.bodies["book_hotel"] = fail
+    joined.work_until(lambda: bool(run.actions()) and run.actions()[0].next_try_at is not None)
+    (due,) = joined.row(run, 1, "next_try_at")
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.at) == ("step_between_tries", due)
+    assert acts(reason)["native retry"] == (due, True)
+    assert acts(reason)["R1"] == (due + 60 * SECOND, True)
+    assert reason.error is not None
+    assert reason.messages[0].state == "delayed"
+    assert "\x1b" not in text(joined, run)
+    joined.lose_messages()
+    assert acts(deciding(joined, run))["native retry"] == (due, False)
+
+
+def test_a_running_step_is_left_to_its_worker_until_its_deadline(joined: Workbench) -> None:
+    """R3 of DOCTOR-1; RECLAIM-1."""
+    run, began = claimed(joined, reclaim_in=120), joined.clock.now()
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.worker, reason.at) == ("step_running", "host-7", began)
+    assert acts(reason)["R3"] == (began + 120 * SECOND, True)
+    assert "deadline ahead" in reason.text
+    assert reason.advice == ()
+    joined.advance(121)
+    assert "deadline passed" in deciding(joined, run).text
+    assert f"kick {run.id}" in deciding(joined, run).advice[0]
+
+
+def test_a_running_step_without_a_deadline_needs_a_human_after_an_hour(joined: Workbench) -> None:
+    """RECLAIM-4."""
+    run = claimed(joined)
+    assert not deciding(joined, run).stuck
+    assert list_stuck(joined).runs == ()
+    joined.advance(HOUR)
+    reason = deciding(joined, run)
+    assert reason.stuck
+    assert f"dramatiq-saga cancel {run.id} --compensate, or --keep" in reason.advice[0]
+    assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
+
+
+def test_a_wait_for_a_signal_is_told_with_and_without_a_deadline(joined: Workbench) -> None:
+    def patient(flow: Flow) -> Any:
+        return flow.await_signal("go")
+
+    def impatient(flow: Flow) -> Any:
+        return flow.await_signal("go", wait_seconds=300)
+
+    reason = deciding(joined, start(joined, patient))
+    assert (reason.kind, reason.name, reason.acts) == ("signal", "go", ())
+    assert "without a deadline" in reason.text
+    run = start(joined, impatient)
+    reason = deciding(joined, run)
+    assert acts(reason)["deadline"] == (joined.clock.now() + 300 * SECOND, True)
+    assert f"dramatiq-saga signal {run.id} go" in reason.advice[0]
+    joined.advance(600)
+    assert "has passed" in deciding(joined, run).acts[0].text
+
+
+def test_a_timer_is_told_with_its_moment(joined: Workbench) -> None:
+    def sleeping(flow: Flow) -> Any:
+        flow.sleep(300)
+
+    run = start(joined, sleeping)
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.at) == ("timer", joined.clock.now() + 300 * SECOND)
+    assert [(post.kind, post.state) for post in reason.messages] == [("timer", "delayed")]
+
+
+def test_a_parked_step_names_its_signal_and_what_is_left_of_its_budget(joined: Workbench) -> None:
+    """RSIG-3."""
+    once = joined.declare("once", max_retries=0)
+    joined.bodies["once"] = fail
+
+    def parking(flow: Flow) -> Any:
+        flow.action(once).retry_on_signal("paper", max_retries=2, wait_seconds=HOUR).run()
+
+    run = start(joined, parking)
+    joined.work_until(lambda: bool(run.actions()) and run.actions()[0].status == "awaiting_retry")
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.sequence, reason.name) == ("parked_step", 1, "once")
+    assert "signal paper (0 of 2 used)" in reason.text
+    assert f"dramatiq-saga signal-retry {run.id}" in reason.advice[0]
+    assert acts(reason)["deadline"][1]
+
+
+def test_a_child_is_named_with_its_status(joined: Workbench) -> None:
+    def below(flow: Flow) -> Any:
+        flow.await_signal("go")
+
+    child = workflow(name="below", broker=joined.broker)(below)
+
+    def above(flow: Flow) -> Any:
+        flow.child(child).run()
+
+    run = start(joined, above)
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.name) == ("child", "below")
+    assert "is pending" in reason.text
+    assert f"dramatiq-saga why {reason.child_id}" in reason.advice[0]
+
+
+def test_a_block_counts_its_open_members_and_those_that_are_held_back(joined: Workbench) -> None:
+    """PAR-1."""
+
+    def wide(flow: Flow) -> Any:
+        flow.parallel(*(flow.action(joined.actors["pay"], number) for number in range(50))).max_in_flight(30).run()
+
+    run = start(joined, wide)
+    found = explain(joined, run)
+    assert found.reasons[-1].kind == "block"
+    assert "50 of 50 members open, 20 of them held back" in found.reasons[-1].text
+    assert [reason.kind for reason in found.reasons[:-1]] == ["step_pending"] * 20
+    assert found.more == 10
+
+
+def test_a_step_and_a_run_with_deadlines_tell_them(joined: Workbench) -> None:
+    def dated(flow: Flow) -> Any:
+        flow.action(joined.actors["pay"], "ada").expires_in(60).run()
+
+    run = start(joined, dated, expires_in=120)
+    found, now = explain(joined, run), joined.clock.now()
+    assert acts(found.reasons[0])["deadline"] == (now + 60 * SECOND, True)
+    assert (found.reasons[-1].kind, found.reasons[-1].at) == ("deadline", now + 120 * SECOND)
+    joined.advance(121)
+    assert deciding(joined, run).kind == "overdue"
+
+
+def test_an_overdue_run_whose_rollback_cannot_be_planned_says_so(joined: Workbench) -> None:
+    """EXPIRE-2."""
+    run = scheduled(joined)
+    now = joined.clock.now()
+    joined.write(
+        "UPDATE {flow_runs} SET expires_at = ?, expiry_attempts = 2, expiry_after = ? WHERE id = ?",
+        now,
+        now + 9 * SECOND,
+        run.id,
+    )
+    reason = deciding(joined, run)
+    assert (reason.kind, acts(reason)) == ("overdue", {"monitor": (now + 9 * SECOND, True)})
+    assert "2 times" in reason.text
+    assert kinds(list_stuck(joined)) == [(run.id, "overdue")]
+
+
+def test_a_held_run_tells_its_error_its_window_and_the_way_out(joined: Workbench) -> None:
+    """HISTORY-1; the step that is pending beside it comes second."""
+    run = held(joined)
+    (until,) = joined.run_row(run, "hold_until")
+    found = explain(joined, run)
+    assert [reason.kind for reason in found.reasons] == ["held", "step_pending"]
+    assert found.reasons[0].at == until
+    assert acts(found.reasons[0]) == {"monitor": (until, True)}
+    assert "verify" in found.reasons[0].advice[0]
+    assert "HistoryMismatchError: run" in text(joined, run)
+    assert kinds(list_stuck(joined)) == [(run.id, "held")]
+
+
+def test_a_parents_wish_is_told(joined: Workbench) -> None:
+    """CHILD-3."""
+    run = scheduled(joined)
+    joined.write("UPDATE {flow_runs} SET close_request = 'cancel', parent_id = 'above' WHERE id = ?", run.id)
+    assert [reason.kind for reason in explain(joined, run).reasons] == ["close_request", "step_pending"]
+
+
+def test_a_run_with_nothing_to_wait_for_says_that(joined: Workbench) -> None:
+    run = joined.send()
+    joined.write("UPDATE {flow_runs} SET status = 'running', wakes_seen = wakes WHERE id = ?", run.id)
+    assert deciding(joined, run).kind == "nothing"
+
+
+# --- undoing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_tells_its_level_its_undo_and_what_follows(joined: Workbench) -> None:
+    run = rolling_back(joined)
+    found = explain(joined, run)
+    assert [(reason.kind, reason.sequence, reason.name) for reason in found.reasons] == [
+        ("undo_pending", 2, "cancel_flight"),
+        ("rolling_back", None, None),
+    ]
+    assert "to end as cancelled" in found.reasons[1].text
+    assert "1 undo of later levels follows" in found.reasons[1].text
+    assert "level 0" in found.reasons[0].text
+    assert found.reasons[0].messages[0].kind == "compensation"
+    joined.lose_messages()
+    assert deciding(joined, run).lost
+
+
+def test_an_undo_that_has_to_wait_for_the_charge_says_until_when(joined: Workbench) -> None:
+    """COMP-9."""
+    run, later = rolling_back(joined), joined.clock.now() + HOUR * SECOND
+    joined.write("UPDATE {compensation_runs} SET not_before = ? WHERE run_id = ? AND sequence = 2", later, run.id)
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.at) == ("undo_not_before", later)
+    assert acts(reason)["R1"] == (later + 60 * SECOND, True)
+
+
+def test_a_running_undo_without_a_deadline_needs_a_human_after_an_hour(joined: Workbench) -> None:
+    """RECLAIM-4."""
+    run = rolling_back(joined)
+    joined.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ? WHERE run_id = ? AND sequence = 2",
+        joined.clock.now(), run.id,
+    )  # fmt: skip
+    joined.advance(HOUR)
+    assert deciding(joined, run).stuck
+    assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
+
+
+def test_a_rollback_whose_end_is_not_recorded_asks_for_a_kick(joined: Workbench) -> None:
+    run = rolling_back(joined)
+    joined.write("UPDATE {compensation_runs} SET status = 'completed', attempts = 1, started_at = 1, ended_at = 2")
+    reason = deciding(joined, run)
+    assert reason.kind == "rolling_back"
+    assert f"kick {run.id}" in reason.advice[0]
+
+
+def test_a_halted_rollback_names_the_failed_undo_and_how_to_go_on(joined: Workbench) -> None:
+    """COMP-4, COMP-8."""
+    run = halted(joined)
+    found = explain(joined, run)
+    assert [reason.kind for reason in found.reasons] == ["halted", "undo_failed", "undos_follow"]
+    assert found.reasons[0].stuck
+    assert f"dramatiq-saga resume-rollback {run.id}" in found.reasons[0].advice[0]
+    assert (found.reasons[1].sequence, found.reasons[1].name) == (2, "cancel_flight")
+    assert kinds(list_stuck(joined)) == [(run.id, "halted")]
+    page = text(joined, run) + "\n".join(_stuck_lines(list_stuck(joined), joined.clock.now()))
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_a_run_that_has_ended_waits_for_nothing(joined: Workbench) -> None:
+    run = joined.send()
+    joined.work_until(lambda: run.status == "completed")
+    found = explain(joined, run)
+    assert [(reason.kind, reason.stuck) for reason in found.reasons] == [("ended", False)]
+    assert "has ended as completed" in text(joined, run)
+
+
+# --- what can be known -----------------------------------------------------------------------------------------------
+
+
+def test_another_brokers_messages_cannot_be_seen_and_nothing_is_called_lost(make_bench: MakeBench) -> None:
+    bench = make_bench(joins=False)
+    run = scheduled(bench)
+    bench.lose_messages()
+    found = explain(bench, run)
+    assert not found.reasons[0].lost
+    assert found.messages_note is not None
+    assert "StubBroker" in found.messages_note
+    assert f"if its message is lost: dramatiq-saga kick {run.id}" in text(bench, run)
+
+
+def test_without_the_application_a_missing_message_is_not_called_lost(joined: Workbench) -> None:
+    """Its broker may keep its queues elsewhere; a message that is found is told."""
+    run = scheduled(joined)
+    alone = Operator(joined.engine.store, settings=joined.settings)
+    assert alone.why(run.id).reasons[0].messages
+    joined.lose_messages()
+    found = alone.why(run.id)
+    assert not found.reasons[0].lost
+    assert "--app" in (found.messages_note or "")
+
+
+def test_of_a_deep_queue_only_a_part_is_looked_at(joined: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dramatiq_saga.operations.MESSAGES_LOOKED_AT", 1)
+    first, second = joined.send(), joined.send()
+    found = explain(joined, second)
+    assert not found.reasons[0].lost
+    assert "more than 1 messages wait" in (found.messages_note or "")
+    assert explain(joined, first).reasons[0].messages
+
+
+def test_an_unknown_run_is_refused(joined: Workbench) -> None:
+    with pytest.raises(FlowNotFoundError):
+        operator(joined).why("nobody")
+
+
+def test_nothing_is_written(joined: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STATUS-1 has nothing to guard here: neither opens a write, and each is one read."""
+    run, reads = held(joined), []
+    plain = joined.engine.store.read
+    monkeypatch.setattr(joined.engine.store, "write", None)
+    monkeypatch.setattr(joined.engine.store, "read", lambda operation: (reads.append(1), plain(operation))[1])
+    explain(joined, run)
+    assert len(reads) == 1
+    list_stuck(joined)
+    assert len(reads) == 2
+
+
+def test_no_payload_is_told(joined: Workbench) -> None:
+    """SAFE-2."""
+    run = joined.send("a-secret-name")
+    joined.drive(run)
+    assert "a-secret-name" not in json.dumps(explain(joined, run).as_dict())
+
+
+def test_a_workflow_or_an_actor_that_is_not_declared_is_told(joined: Workbench) -> None:
+    """NATIVE-3: no worker of this application can go on with it."""
+    run = scheduled(joined)
+    joined.write("UPDATE {action_runs} SET actor = 'gone' WHERE run_id = ?", run.id)
+    assert "the application declares no actor gone" in deciding(joined, run).text
+    joined.write("UPDATE {flow_runs} SET workflow = 'gone' WHERE id = ?", run.id)
+    assert [reason.kind for reason in explain(joined, run).reasons] == ["undeclared", "step_pending"]
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_workflows_that_are_not_declared_are_listed_where_the_application_is_known(joined: Workbench) -> None:
+    run = scheduled(joined)
+    scheduled(joined)
+    joined.write("UPDATE {flow_runs} SET workflow = 'gone' WHERE id = ?", run.id)
+    assert kinds(list_stuck(joined)) == [(run.id, "undeclared")]
+    assert Operator(joined.engine.store, settings=joined.settings).stuck().runs == ()
+
+
+def test_a_run_is_listed_once_with_its_gravest_reason(joined: Workbench) -> None:
+    run = held(joined)
+    joined.write("UPDATE {flow_runs} SET workflow = 'gone' WHERE id = ?", run.id)
+    assert [(one.kind, one.also) for one in list_stuck(joined).runs] == [("held", 1)]
+
+
+def test_the_list_is_bounded_and_says_that_there_is_more(joined: Workbench) -> None:
+    for _ in range(3):
+        claimed(joined)
+    joined.advance(HOUR)
+    assert (len(list_stuck(joined, limit=2).runs), list_stuck(joined, limit=2).more) == (2, True)
+    assert (len(list_stuck(joined, limit=3).runs), list_stuck(joined, limit=3).more) == (3, False)
+    for limit in (0, MAX_STUCK + 1):
+        with pytest.raises(ValueError, match="limit must be from 1"):
+            list_stuck(joined, limit=limit)
+
+
+def test_a_healthy_application_has_an_empty_list(joined: Workbench) -> None:
+    run = joined.send()
+    joined.work_until(lambda: run.status == "completed")
+    scheduled(joined)
+    assert _stuck_lines(list_stuck(joined), joined.clock.now()) == ["no run needs a human"]
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def test_only_live_rows_unhappy_runs_and_one_runs_rows_are_read(joined: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C43: neither costs more for the history behind it. Statements on one run go by its key."""
+    runs = [rolling_back(joined), scheduled(joined), held(joined)]
+    plain = joined.engine.store.read
+    statements: list[tuple[str, Any]] = []
+
+    def listening(operation: Any) -> Any:
+        def through(tx: Any) -> Any:
+            class Listener:
+                dialect = tx.dialect
+
+                def all(self, sql: str, params: Any = ()) -> Any:
+                    statements.append((sql, params))
+                    return tx.all(sql, params)
+
+                def one(self, sql: str, params: Any = ()) -> Any:
+                    statements.append((sql, params))
+                    return tx.one(sql, params)
+
+            return operation(Listener())
+
+        return plain(through)
+
+    monkeypatch.setattr(joined.engine.store, "read", listening)
+    for run in runs:
+        explain(joined, run)
+    list_stuck(joined)
+    monkeypatch.setattr(joined.engine.store, "read", plain)
+    assert len(statements) > 40
+    bounded = ("action_live", "comp_live", "flow_live", "flow_unhappy", "flow_unseen", "flow_held", "flow_expiry", "queue_")
+    for sql, params in statements:
+        steps = [row[3] for row in plain(lambda tx, sql=sql, params=params: tx.all("EXPLAIN QUERY PLAN " + sql, params))]
+        scans = [step for step in steps if step.startswith("SCAN") and not any(name in step for name in bounded)]
+        assert [step for step in scans if step not in ("SCAN m", "SCAN (subquery-1)")] == [], (sql, steps)
+
+
+# --- on every database -----------------------------------------------------------------------------------------------
+
+
+def test_every_statement_works_on_every_database(database_url: str, table_prefix: str, make_bench: MakeBench) -> None:
+    """C57: each server has its own idea of SQL, and of finding bytes in bytes."""
+    bench = make_bench(database=database_url, prefix=table_prefix)
+    undone = rolling_back(bench)
+    assert deciding(bench, undone).messages[0].state == "ready"
+    fallen = halted(bench)
+    assert deciding(bench, fallen).kind == "halted"
+    never = claimed(bench)
+    bench.advance(HOUR)
+    assert deciding(bench, never).stuck
+    stiff = held(bench)
+    assert deciding(bench, stiff).kind == "held"
+    assert set(kinds(list_stuck(bench))) == {(fallen.id, "halted"), (stiff.id, "held"), (never.id, "never_reclaimed")}

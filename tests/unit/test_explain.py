@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dramatiq_saga import Flow, FlowHandle, Settings, workflow
+from dramatiq_saga import Flow, FlowHandle, SagaMiddleware, Settings, workflow
+from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.cli.explain import _lines, _stuck_lines
 from dramatiq_saga.errors import FlowNotFoundError
 from dramatiq_saga.operations import MAX_STUCK, Operator
@@ -617,3 +619,25 @@ def test_every_statement_works_on_every_database(database_url: str, table_prefix
     stiff = held(bench)
     assert deciding(bench, stiff).kind == "held"
     assert set(kinds(list_stuck(bench))) == {(fallen.id, "halted"), (stiff.id, "held"), (never.id, "never_reclaimed")}
+
+
+def test_messages_are_looked_for_in_the_brokers_own_database(tmp_path: Path) -> None:
+    """Where the queues are kept in another database than the runs."""
+    broker = DatabaseBroker(tmp_path / "queues.db")
+    middleware = SagaMiddleware(tmp_path / "runs.db")
+    broker.add_middleware(middleware)
+
+    @workflow(broker=broker)
+    def idle(flow: Flow) -> None:
+        pass
+
+    try:
+        run = idle.send()
+        reason = Operator.on_broker(broker).why(run.id).reasons[0]
+        assert [(post.kind, post.state) for post in reason.messages] == [("drive", "ready")]
+        assert not reason.lost
+        broker.flush("default")
+        assert Operator.on_broker(broker).why(run.id).reasons[0].lost
+    finally:
+        middleware.engine(broker).store.close()
+        broker.close()

@@ -26,7 +26,14 @@ from .coroutines import refuse_without_loop
 from .engine.replay import Replay
 from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError, StepFailedError
+from .errors import (
+    CompensationBuildError,
+    FlowError,
+    MiddlewareOrderError,
+    NotSerializableError,
+    StepExpiredError,
+    StepFailedError,
+)
 from .options import check_options
 from .retry_policy import ExceptionClasses, RetryPolicy, policy_of
 from .statuses import CompensationFailurePolicy
@@ -119,10 +126,6 @@ class Member(Protocol[V_co]):
 
 def _nothing() -> None:
     return None
-
-
-class CompensationBuildError(SagaError):
-    """A ``compensate_with`` callable raised, or returned something else than a message (COMP-10)."""
 
 
 def describing(method: M) -> M:
@@ -234,8 +237,8 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
         """How this step is undone: an actor with its arguments, or a callable that makes the message from the step's result.
 
-        The callable runs in a replay, after the step has completed; like the rest of the workflow function it must have no
-        effects of its own.
+        The callable runs in a replay, after the step has completed. It makes the message and nothing else: no ``flow`` in it, no
+        sending, no effects of its own. One that raises holds the run (COMP-10).
 
         Raises:
           TypeError: the arguments do not fit the actor's signature.
@@ -555,11 +558,16 @@ def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[s
 def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str) -> None:
     """Build a compensation from a result, the first time a drive sees it (COMP-2); what goes wrong holds the run (COMP-10)."""
     try:
-        message = builder(value)
+        with replay.building(where):
+            message = builder(value)
     except Exception as error:
+        if replay.error is not None:  # it did what is not its place, which says more than what became of that
+            raise replay.error
         fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
         fault.__cause__ = error
         raise replay.fault(fault) from error
+    if replay.error is not None:
+        raise replay.error
     if not isinstance(message, Message):
         raise replay.fault(
             CompensationBuildError(

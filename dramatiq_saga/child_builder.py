@@ -136,8 +136,8 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         """How a child that has completed is undone when this run rolls back: an actor with its arguments, or a callable that makes
         the message from the child's result (CHILD-3). Without it, what a completed child has done stands.
 
-        The callable runs in a replay, after the child has completed; like the rest of the workflow function it must have no
-        effects of its own.
+        The callable runs in a replay, after the child has completed. It makes the message and nothing else: no ``flow`` in it, no
+        sending, no effects of its own. One that raises holds the run (COMP-10).
 
         Raises:
           TypeError: the arguments do not fit the actor's signature.

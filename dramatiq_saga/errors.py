@@ -536,7 +536,11 @@ class BuilderNotRunError(SagaError):
         return f"flow.{self.what} was built but never run: call .run() on it, or pass it to a block"
 
 
-class RetryPolicyReentryError(SagaError):
+class CompensationBuildError(SagaError, MiddlewareError):
+    """A ``compensate_with`` function raised, did something else, or returned something else than a message (COMP-10)."""
+
+
+class RetryPolicyReentryError(SagaError, MiddlewareError):
     """A retry policy's predicate tried to change a run; the run is held until the code is mended (RSIG-3)."""
 
     def __init__(self, what: str, asked_about: str) -> None:

@@ -66,6 +66,7 @@ EXAMPLES: list[SagaError] = [
     errors.SuspensionSwallowedError(),
     errors.SendInsideWorkflowError("charge.send()"),
     errors.BuilderNotRunError("action(charge)"),
+    errors.CompensationBuildError("plain"),
     errors.RetryPolicyReentryError("sending a message", "step 3 (charge)"),
     errors.ResultNotSerializableError("plain"),
     errors.StepLeftTransactionError("plain"),

@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from enum import StrEnum
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
@@ -27,6 +28,7 @@ from .engine.replay import Replay
 from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
 from .errors import (
+    BuilderReusedError,
     CompensationBuildError,
     FlowError,
     MiddlewareOrderError,
@@ -117,6 +119,7 @@ class Member(Protocol[V_co]):
     """What a block can hold: a builder that has not been run, whose ``run()`` would give a ``V_co``."""
 
     _built: bool
+    _taken: str | None
     _replay: Replay
 
     def run(self) -> V_co: ...
@@ -126,6 +129,29 @@ class Member(Protocol[V_co]):
 
 def _nothing() -> None:
     return None
+
+
+def begin(builder: Member[Any]) -> Replay:
+    """The replay of a builder whose ``run()`` is called, for the first time: it stands for one step, or one block of steps.
+
+    Raises:
+      BuilderReusedError: it was run before, or handed over to a block; the run is held, for running it again would be a second step.
+    """
+    builder._built = True
+    replay = builder._replay
+    replay.check()
+    if builder._taken is not None:
+        raise replay.fault(BuilderReusedError(builder._describe(), builder._taken))
+    builder._taken = "has been run already"
+    return replay
+
+
+def word(kind: type[StrEnum], value: Any, what: str) -> str:
+    """``value``, where it is one of the words of ``kind``; a ValueError lists them."""
+    try:
+        return kind(value).value
+    except ValueError:
+        raise ValueError(f"{what} takes {' or '.join(repr(known.value) for known in kind)}, not {value!r}") from None
 
 
 def describing(method: M) -> M:
@@ -195,6 +221,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         "_options",
         "_reclaim",
         "_replay",
+        "_taken",
     )  # fmt: skip
 
     def __init__(self, replay: Replay, actor: Actor[Any, R_co], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,6 +233,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         self._actor = actor
         self._args = args
         self._built = True  # until it can be: one that could not even be made was not forgotten
+        self._taken: str | None = None
         self._encoded: bytes | None = None
         self._compensation: CompensationSpec | None = None
         self._compensation_call: tuple[Actor[Any, Any], tuple[Any, ...], dict[str, Any]] | None = None
@@ -267,7 +295,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     @describing
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
-        self._on_failure = CompensationFailurePolicy(policy).value
+        self._on_failure = word(CompensationFailurePolicy, policy, "on_compensation_failure()")
         return self
 
     @overload
@@ -382,10 +410,9 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
           TypeError: something was said about a compensation, and the step has none.
           StepFailedError: the step has failed for good.
           StepExpiredError: its deadline passed.
+          BuilderReusedError: this builder has been run already.
         """
-        self._built = True
-        replay = self._replay
-        replay.check()
+        replay = begin(self)
         entry = replay.recorded_step(self._actor.actor_name)
         if entry is None:
             replay.add_step(self._new_step(ALONE))
@@ -561,12 +588,12 @@ def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Brok
         with replay.building(where):
             message = builder(value)
     except Exception as error:
-        if replay.error is not None:  # it did what is not its place, which says more than what became of that
-            raise replay.error
-        fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
-        fault.__cause__ = error
-        raise replay.fault(fault) from error
-    if replay.error is not None:
+        message = None
+        if replay.error is None:
+            fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            raise replay.fault(fault) from error
+    if replay.error is not None:  # it did what is not its place, which says more than what became of that
         raise replay.error
     if not isinstance(message, Message):
         raise replay.fault(

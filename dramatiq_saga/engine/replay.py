@@ -641,7 +641,13 @@ def _walk(
     if context.cursor < context.recorded:
         raise HoldRun(_shortfall(context, "nothing more: it returned"))
     if getattr(value, "_replay", None) is context:
-        raise HoldRun(BuilderNotRunError(f"{type(value).__name__} that was returned"))
+        if not hasattr(value, "_describe"):
+            raise HoldRun(SagaError("the workflow function returned its flow: return what its steps gave"))
+        if value._taken is not None:
+            raise HoldRun(
+                SagaError(f"the workflow function returned the builder flow.{value._describe()}: return what run() gave")
+            )
+        raise HoldRun(BuilderNotRunError(value._describe(), returned=True))
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:

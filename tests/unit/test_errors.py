@@ -66,6 +66,8 @@ EXAMPLES: list[SagaError] = [
     errors.SuspensionSwallowedError(),
     errors.SendInsideWorkflowError("charge.send()"),
     errors.BuilderNotRunError("action(charge)"),
+    errors.BuilderNotRunError("action(charge)", returned=True),
+    errors.BuilderReusedError("action(charge)", "has been run already"),
     errors.CompensationBuildError("plain"),
     errors.RetryPolicyReentryError("sending a message", "step 3 (charge)"),
     errors.ResultNotSerializableError("plain"),

@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from enum import StrEnum
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
@@ -26,7 +27,15 @@ from .coroutines import refuse_without_loop
 from .engine.replay import Replay
 from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
-from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError, StepFailedError
+from .errors import (
+    BuilderReusedError,
+    CompensationBuildError,
+    FlowError,
+    MiddlewareOrderError,
+    NotSerializableError,
+    StepExpiredError,
+    StepFailedError,
+)
 from .options import check_options, count_from_one
 from .retry_policy import ExceptionClasses, RetryPolicy, policy_of
 from .statuses import CompensationFailurePolicy
@@ -110,6 +119,7 @@ class Member(Protocol[V_co]):
     """What a block can hold: a builder that has not been run, whose ``run()`` would give a ``V_co``."""
 
     _built: bool
+    _taken: str | None
     _replay: Replay
 
     def run(self) -> V_co: ...
@@ -122,8 +132,27 @@ def _nothing() -> None:
     return None
 
 
-class CompensationBuildError(SagaError):
-    """A ``compensate_with`` callable raised, or returned something else than a message (COMP-10)."""
+def begin(builder: Member[Any]) -> Replay:
+    """The replay of a builder whose ``run()`` is called, for the first time: it stands for one step, or one block of steps.
+
+    Raises:
+      BuilderReusedError: it was run before, or handed over to a block; the run is held, for running it again would be a second step.
+    """
+    builder._built = True
+    replay = builder._replay
+    replay.check()
+    if builder._taken is not None:
+        raise replay.fault(BuilderReusedError(builder._describe(), builder._taken))
+    builder._taken = "has been run already"
+    return replay
+
+
+def word(kind: type[StrEnum], value: Any, what: str) -> str:
+    """``value``, where it is one of the words of ``kind``; a ValueError lists them."""
+    try:
+        return kind(value).value
+    except ValueError:
+        raise ValueError(f"{what} takes {' or '.join(repr(known.value) for known in kind)}, not {value!r}") from None
 
 
 def describing(method: M) -> M:
@@ -193,6 +222,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         "_options",
         "_reclaim",
         "_replay",
+        "_taken",
     )  # fmt: skip
 
     def __init__(self, replay: Replay, actor: Actor[Any, R_co], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,6 +234,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         self._actor = actor
         self._args = args
         self._built = True  # until it can be: one that could not even be made was not forgotten
+        self._taken: str | None = None
         self._encoded: bytes | None = None
         self._compensation: CompensationSpec | None = None
         self._compensation_call: tuple[Actor[Any, Any], tuple[Any, ...], dict[str, Any]] | None = None
@@ -235,8 +266,8 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     def compensate_with(self, actor_or_builder: Actor[Any, Any] | MessageBuilder, /, *args: Any, **kwargs: Any) -> Self:
         """How this step is undone: an actor with its arguments, or a callable that makes the message from the step's result.
 
-        The callable runs in a replay, after the step has completed; like the rest of the workflow function it must have no
-        effects of its own.
+        The callable runs in a replay, after the step has completed. It makes the message and nothing else: no ``flow`` in it, no
+        sending, no effects of its own. One that raises holds the run (COMP-10).
 
         Raises:
           TypeError: the arguments do not fit the actor's signature.
@@ -265,7 +296,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     @describing
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of this step does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
-        self._on_failure = CompensationFailurePolicy(policy).value
+        self._on_failure = word(CompensationFailurePolicy, policy, "on_compensation_failure()")
         return self
 
     @overload
@@ -378,10 +409,9 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
           TypeError: something was said about a compensation, and the step has none.
           StepFailedError: the step has failed for good.
           StepExpiredError: its deadline passed.
+          BuilderReusedError: this builder has been run already.
         """
-        self._built = True
-        replay = self._replay
-        replay.check()
+        replay = begin(self)
         entry = replay.recorded_step(self._actor.actor_name)
         if entry is None:
             replay.add_step(self._new_step(ALONE))
@@ -559,11 +589,16 @@ def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[s
 def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str) -> None:
     """Build a compensation from a result, the first time a drive sees it (COMP-2); what goes wrong holds the run (COMP-10)."""
     try:
-        message = builder(value)
+        with replay.building(where):
+            message = builder(value)
     except Exception as error:
-        fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
-        fault.__cause__ = error
-        raise replay.fault(fault) from error
+        message = None
+        if replay.error is None:
+            fault = CompensationBuildError(f"{where} could not be built: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            raise replay.fault(fault) from error
+    if replay.error is not None:  # it did what is not its place, which says more than what became of that
+        raise replay.error
     if not isinstance(message, Message):
         raise replay.fault(
             CompensationBuildError(

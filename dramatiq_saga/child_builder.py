@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Se
 
 from dramatiq import Actor, Message
 
-from .builders import MessageBuilder, Reclaim, RetriedOnSignal, State, check_message_builder, compensation, describing, resolve
+from .builders import (
+    MessageBuilder,
+    Reclaim,
+    RetriedOnSignal,
+    State,
+    begin,
+    check_message_builder,
+    compensation,
+    describing,
+    resolve,
+    word,
+)
 from .clock import moment_to_ms, to_ms, uuid7
 from .codec import load_error
 from .engine.retry_on_signal import look
@@ -69,7 +80,7 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
 
     __slots__ = (
         "_args", "_built", "_close_policy", "_comp_call", "_comp_from", "_comp_policy", "_compensation", "_encoded", "_expires_at",
-        "_expires_in", "_kwargs", "_optional", "_replay", "_workflow",
+        "_expires_in", "_kwargs", "_optional", "_replay", "_taken", "_workflow",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +94,7 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     ) -> None:
         self._replay = replay
         self._built = True  # until it can be: one that could not even be made was not forgotten
+        self._taken: str | None = None
         _check(workflow, known)
         self._workflow = workflow
         self._args = args
@@ -108,7 +120,7 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         ``abandon``: it goes on by itself. ``cancel``: it is rolled back and ends ``cancelled``; without a rollback where this run is
         cancelled without one. ``fail``: it is rolled back and ends ``failed``. The default is ``children.default_close_policy``.
         """
-        self._close_policy = ChildClosePolicy(policy).value
+        self._close_policy = word(ChildClosePolicy, policy, "close_policy()")
         return self
 
     @describing
@@ -136,8 +148,8 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         """How a child that has completed is undone when this run rolls back: an actor with its arguments, or a callable that makes
         the message from the child's result (CHILD-3). Without it, what a completed child has done stands.
 
-        The callable runs in a replay, after the child has completed; like the rest of the workflow function it must have no
-        effects of its own.
+        The callable runs in a replay, after the child has completed. It makes the message and nothing else: no ``flow`` in it, no
+        sending, no effects of its own. One that raises holds the run (COMP-10).
 
         Raises:
           TypeError: the arguments do not fit the actor's signature.
@@ -154,7 +166,7 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     @describing
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of this child does to the rest of the rollback: ``stop`` or ``continue`` (COMP-4)."""
-        self._comp_policy = CompensationFailurePolicy(policy).value
+        self._comp_policy = word(CompensationFailurePolicy, policy, "on_compensation_failure()")
         return self
 
     @overload
@@ -179,10 +191,9 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
           ChildFailedError: the child failed; it has undone what it had done.
           ChildExpiredError: its deadline passed.
           ChildCancelledError: somebody cancelled it.
+          BuilderReusedError: this builder has been run already.
         """
-        self._built = True
-        replay = self._replay
-        replay.check()
+        replay = begin(self)
         return cast("V_co", self._step_into(ALONE).conclude(replay))
 
     def _step_into(self, scope: Scope) -> State:

@@ -528,15 +528,34 @@ class SendInsideWorkflowError(SagaError, MiddlewareError):
 class BuilderNotRunError(SagaError):
     """A builder was dropped without ``run()``, so its step never existed."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, what: str, returned: bool = False) -> None:
+        super().__init__(what, returned)
         self.what = what
+        self.returned = returned
 
     def __str__(self) -> str:
+        if self.returned:
+            return f"the workflow function returned flow.{self.what}, which was never run: call .run() on it and return what that gives"
         return f"flow.{self.what} was built but never run: call .run() on it, or pass it to a block"
 
 
-class RetryPolicyReentryError(SagaError):
+class BuilderReusedError(SagaError):
+    """A builder was run a second time, or had been given to a block: it stands for one step, and this would have been another."""
+
+    def __init__(self, what: str, taken: str) -> None:
+        super().__init__(what, taken)
+        self.what = what
+        self.taken = taken
+
+    def __str__(self) -> str:
+        return f"flow.{self.what} {self.taken}: a builder is for one step; keep what run() gave, or make another builder for another step"
+
+
+class CompensationBuildError(SagaError, MiddlewareError):
+    """A ``compensate_with`` function raised, did something else, or returned something else than a message (COMP-10)."""
+
+
+class RetryPolicyReentryError(SagaError, MiddlewareError):
     """A retry policy's predicate tried to change a run; the run is held until the code is mended (RSIG-3)."""
 
     def __init__(self, what: str, asked_about: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from .builders import ActionBuilder, State
+from .builders import ActionBuilder, State, begin, word
 from .engine.rows import ALONE, Scope, StepEntry
 from .options import count_from_one
 from .statuses import CompensationFailurePolicy, ParallelFailurePolicy
@@ -31,6 +31,7 @@ class _Block:
     def __init__(self, replay: Replay, members: Sequence[Member[Any]]) -> None:
         self._replay = replay
         self._built = True
+        self._taken: str | None = None
         for position, member in enumerate(members):
             if not hasattr(member, "_step_into"):
                 raise TypeError(
@@ -40,12 +41,13 @@ class _Block:
                 raise TypeError(
                     f"{self.what}() does not take a saga() group: its steps run one after another; give the steps, or parallel() inside saga()"
                 )
-            if member._built or any(member is other for other in members[:position]):
+            if member._taken is not None or any(member is other for other in members[:position]):
                 raise TypeError(
                     f"{self.what}(): {member._describe()}, number {position + 1}, was run before or belongs to another block"
                 )
         for member in members:
             member._built = True
+            member._taken = f"belongs to {self.what}()"
         self._members = list(members)
         self._built = False
 
@@ -103,10 +105,9 @@ class ParallelBuilder(_Block, Generic[T_co]):
         Raises:
           StepFailedError, StepExpiredError, ChildError: of the member whose failure has cancelled the others; where none were
             cancelled, of the first in the order given that failed.
+          BuilderReusedError: this builder has been run already.
         """
-        self._built = True
-        replay = self._replay
-        replay.check()
+        replay = begin(self)
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()
@@ -209,7 +210,7 @@ class SagaBuilder(_Block, Generic[T_co]):
     def on_compensation_failure(self, policy: CompensationFailurePolicy | str) -> Self:
         """What a failing compensation of the group does to the rest of the rollback; a step's own word comes first (COMP-4)."""
         try:
-            self._comp_policy = CompensationFailurePolicy(policy).value
+            self._comp_policy = word(CompensationFailurePolicy, policy, "on_compensation_failure()")
         except ValueError:
             self._built = True
             raise
@@ -247,10 +248,9 @@ class SagaBuilder(_Block, Generic[T_co]):
 
         Raises:
           StepFailedError, StepExpiredError: of the first step that failed; those after it are not started.
+          BuilderReusedError: this builder has been run already.
         """
-        self._built = True
-        replay = self._replay
-        replay.check()
+        replay = begin(self)
         state = self._step_into(ALONE)
         if state is None:
             raise replay.suspend()

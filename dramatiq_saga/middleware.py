@@ -245,7 +245,8 @@ class SagaMiddleware(Middleware):
         def call(*args: Any, **kwargs: Any) -> Any:
             delivery = local.pending
             if delivery is None or delivery.actor != actor.actor_name:
-                refuse_inside_workflow(f"calling actor {actor.actor_name} (write flow.run({actor.actor_name}, ...))")
+                name = actor.actor_name
+                refuse_inside_workflow(f"calling actor {name}", actor=name, instead=f" (write flow.run({name}, ...))")
                 return plain(*args, **kwargs)
             local.pending = None
             return self.runner(broker).perform(delivery, body)
@@ -318,7 +319,7 @@ class SagaMiddleware(Middleware):
 
     def before_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
         """No message leaves from inside a workflow function; note when Dramatiq asks for another try."""
-        refuse_inside_workflow(f"sending a message to {message.actor_name}")
+        refuse_inside_workflow(f"sending a message to {message.actor_name}", actor=message.actor_name)
         delivery = self._local.delivery
         if delivery is not None and message.message_id == delivery.message.message_id and is_ours(message):
             delivery.retry_asked = True

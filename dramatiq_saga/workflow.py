@@ -277,6 +277,19 @@ def _version(version: str | None) -> str | None:
     return None if version is None else short_text(version, "a version", limit=VERSION_LENGTH)
 
 
+def _check_function(function: object) -> None:
+    """Refuse what is no function of a flow, before its attributes are looked at."""
+    if isinstance(function, Actor):
+        raise TypeError(
+            f"{function.actor_name} is an actor, and a workflow is a plain function: decorate it with @workflow alone, which makes the "
+            "actor that drives it; or leave it an actor, and run it as a step of a workflow"
+        )
+    if isinstance(function, Workflow):
+        raise TypeError(f"{function.name} is a workflow already: decorate its function with @workflow once")
+    if not callable(function):
+        raise TypeError(f"@workflow decorates a function, not {function!r}; what is said of it has a name, workflow(name=...)")
+
+
 def _signature(fn: Callable[..., Any], name: str) -> inspect.Signature:
     """The signature without its first parameter, the flow."""
     called = type(fn).__call__  # of an object that is no function
@@ -345,7 +358,7 @@ def workflow(
 
     Raises:
       MiddlewareOrderError: the broker has no SagaMiddleware, or more than one.
-      TypeError: an option that a workflow has no use for.
+      TypeError: an option that a workflow has no use for, or something else than a function that has a name or is given one.
     """
     for option in refused:
         if option in _REFUSED:
@@ -353,7 +366,11 @@ def workflow(
         raise TypeError(f"a workflow does not take {option!r}")
 
     def declare(function: Callable[..., Any]) -> Workflow[Any, Any]:
-        chosen = short_text(function.__name__ if name is None else name, "a workflow's name", limit=NAME_LENGTH)
+        _check_function(function)
+        own = getattr(function, "__name__", None)
+        if name is None and own is None:
+            raise TypeError(f"{function!r} has no name that its runs could be kept under: give it one, workflow(name=...)")
+        chosen = short_text(own if name is None else name, "a workflow's name", limit=NAME_LENGTH)
         limit = {} if time_limit is None else {"time_limit": time_limit}
         check_options(
             {"queue_name": "default" if queue_name is None else queue_name, "priority": priority, **limit}, f"workflow {chosen}"

@@ -26,6 +26,7 @@ from ..codec import describe_error, encode, freeze
 from ..context import Around, restorer
 from ..errors import (
     BuilderNotRunError,
+    CompensationBuildError,
     HistoryMismatchError,
     NotSerializableError,
     RetryPolicyReentryError,
@@ -109,11 +110,15 @@ def forget_replay() -> None:
     _replaying.context = None
 
 
-def refuse_inside_workflow(what: str) -> None:
-    """Raise :class:`SendInsideWorkflowError` when a workflow function is being replayed in this thread."""
+def refuse_inside_workflow(what: str, *, actor: str | None = None, instead: str = "") -> None:
+    """Raise :class:`SendInsideWorkflowError` when a workflow function is being replayed in this thread.
+
+    ``actor`` is the one that was to be called or sent to, and ``instead`` what to write in its place. While the message of a
+    compensation is made there is another place for it, and :class:`CompensationBuildError` names that.
+    """
     context = _replaying.context
     if context is not None:
-        raise context.refusal(what)
+        raise context.refusal(what, actor=actor, instead=instead)
 
 
 class Replay:
@@ -151,6 +156,7 @@ class Replay:
         self.abandoned: Exception | None = None
         self.recording: str | None = None
         self.judged: str | None = None
+        self.built: str | None = None  # the compensation whose message is being made
         self.raised: Exception | None = None  # what the function failed with; recorded is only its description
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ class Replay:
             if isinstance(sys.exc_info()[1], Suspend):
                 raise Suspend  # a finally block on the way out: nothing in it takes effect
             raise self.fault(SuspensionSwallowedError())
-        if self.judged is not None:
+        if self.judged is not None or self.built is not None:
             raise self.refusal("using the flow")
         if self.recording is not None:
             raise self.fault(
@@ -403,15 +409,44 @@ class Replay:
         """A retry policy's predicate is asked meanwhile: it may look, and change nothing (RSIG-3)."""
         self.judged = entry.describe()
         try:
-            yield
+            with self._standing_still():
+                yield
         finally:
             self.judged = None
 
-    def refusal(self, what: str) -> SagaError:
+    @contextmanager
+    def building(self, what: str) -> Iterator[None]:
+        """A compensation's message is made from a result meanwhile: a function that returns it and does nothing else (COMP-10)."""
+        self.built = what
+        try:
+            with self._standing_still():
+                yield
+        finally:
+            self.built = None
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """Nothing of what is recorded is walked over meanwhile: ``Flow.run()`` may not go straight past :meth:`check`."""
+        straight, self.straight = self.straight, 0
+        try:
+            yield
+        finally:
+            if self.error is None:
+                self.straight = straight
+
+    def refusal(self, what: str, *, actor: str | None = None, instead: str = "") -> SagaError:
         """The error for an act that a function must not do in a replay; the run is held with it."""
         if self.judged is not None:
-            return self.fault(RetryPolicyReentryError(what, self.judged))
-        return self.fault(SendInsideWorkflowError(what))
+            return self.fault(RetryPolicyReentryError(what + instead, self.judged))
+        if self.built is not None:
+            message = "the message of the actor that undoes it, for example refund" if actor is None else actor
+            return self.fault(
+                CompensationBuildError(
+                    f"{self.built} could not be built: the function given to compensate_with() is not the place for {what}. It only makes "
+                    f"the message: return {message}.message(...), and a rollback will send it"
+                )
+            )
+        return self.fault(SendInsideWorkflowError(what + instead))
 
     def park(self, entry: StepEntry | ChildEntry, signal: str, due_at: int | None) -> StepEntry | ChildEntry:
         """What was given up waits for ``signal``."""
@@ -606,7 +641,13 @@ def _walk(
     if context.cursor < context.recorded:
         raise HoldRun(_shortfall(context, "nothing more: it returned"))
     if getattr(value, "_replay", None) is context:
-        raise HoldRun(BuilderNotRunError(f"{type(value).__name__} that was returned"))
+        if not hasattr(value, "_describe"):
+            raise HoldRun(SagaError("the workflow function returned its flow: return what its steps gave"))
+        if value._taken is not None:
+            raise HoldRun(
+                SagaError(f"the workflow function returned the builder flow.{value._describe()}: return what run() gave")
+            )
+        raise HoldRun(BuilderNotRunError(value._describe(), returned=True))
     try:
         result = encode(value, "the workflow's return value")
     except NotSerializableError as error:

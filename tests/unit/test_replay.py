@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from dramatiq_saga import Flow, Settings, StepFailedError
 from dramatiq_saga.codec import describe_error, encode, freeze, load_error
 from dramatiq_saga.engine.replay import HoldRun, NeedsRecording, Replay, current_replay, replay, with_outcome
-from dramatiq_saga.engine.rows import Decision, Entry, SideEffectEntry, Snapshot, StepEntry
+from dramatiq_saga.engine.retry_on_signal import Stored
+from dramatiq_saga.engine.rows import BlockEntry, Decision, Entry, Extra, SideEffectEntry, Snapshot, StepEntry
 from dramatiq_saga.errors import BuilderNotRunError, HistoryMismatchError
 
 NAMES = ("a", "b", "c", "undo")
@@ -149,6 +150,26 @@ def test_a_compensation_from_a_result_is_resolved_by_the_walk_that_sees_it(actor
     decision = walk(function, [done(1, "a", 7, comp_from_result=True, comp_ready=True, comp_actor="undo")])
     assert decision.resolved == []
     assert calls == [7]
+
+
+@pytest.mark.parametrize("mistaken", ["undo", "when"])
+def test_a_function_inside_a_description_walks_over_nothing_that_is_recorded(actors: dict[str, Any], mistaken: str) -> None:
+    """COMP-10, RSIG-3: the next step of the history is not its to take, though it is completed and of that name."""
+
+    def function(flow: Flow) -> None:
+        first = flow.action(actors["a"])
+        if mistaken == "undo":
+            first = first.compensate_with(lambda made: flow.run(actors["b"]))
+        else:
+            first = first.retry_on_signal("again", when=lambda context: flow.run(actors["b"]))
+        flow.parallel(first, flow.action(actors["b"])).run()
+
+    first = done(2, "a", 7, comp_from_result=True)
+    if mistaken == "when":
+        extra = Extra(1, 0, False, None, Stored("again").text(), None)
+        first = StepEntry(2, "a", "failed", True, error=describe_error(ValueError("no")), extra=extra)
+    with pytest.raises(HoldRun, match="not the place for using the flow"):
+        walk(function, [BlockEntry(1, "parallel", 2, "wait_all_then_fail"), first, done(3, "b", True)])
 
 
 def test_without_a_recorder_a_new_side_effect_ends_the_walk(actors: dict[str, Any]) -> None:

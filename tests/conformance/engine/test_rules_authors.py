@@ -11,7 +11,7 @@ import pytest
 
 from dramatiq_saga import Flow, FlowFailedError, RunConflictError, SagaError, get_flow
 from dramatiq_saga.errors import NotSerializableError, WouldBlockError
-from tests.support.application import Application
+from tests.support.application import Application, Applications
 from tests.support.deploying import deploy
 
 
@@ -176,6 +176,67 @@ def test_a_step_may_send_what_a_workflow_may_not(lite: Application) -> None:
     lite.drain()
     assert lite.calls == [("step",)]
     assert get_flow(handle.result()).status == "completed"
+
+
+# --- functions that make the message of an undo -----------------------------------------------------------------------
+
+NOT_A_MESSAGE: dict[str, Callable[[Flow, Any, Any], Any]] = {
+    "runs it as a step": lambda flow, refund, made: flow.run(refund, made),
+    "describes a step": lambda flow, refund, made: flow.action(refund, made),
+    "asks for the time": lambda flow, refund, made: refund.message(flow.now()),
+    "writes a tag": lambda flow, refund, made: flow.tag("refunded"),
+    "calls the actor": lambda flow, refund, made: refund(made),
+    "sends it": lambda flow, refund, made: refund.send(made),
+    "sends it later": lambda flow, refund, made: refund.send_with_options(args=(made,), delay=1),
+}
+
+
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
+@pytest.mark.parametrize("what", list(NOT_A_MESSAGE))
+@pytest.mark.parametrize("kind", ["sqlite", "stub"])
+def test_a_compensate_with_function_that_does_something_holds_the_run(
+    kind: str, what: str, caught: bool, applications: Applications
+) -> None:
+    """COMP-10: ``compensate_with(lambda made: flow.run(refund, made))`` refunded in the middle of a healthy run."""
+    app = applications(kind)
+    charge, refund, ship = app.step("charge", gives="c-1"), app.step("refund"), app.step("ship")
+
+    @app.workflow
+    def order(flow: Flow) -> None:
+        def undo(made: Any) -> Any:
+            try:
+                return NOT_A_MESSAGE[what](flow, refund, made)
+            except Exception:
+                if not caught:
+                    raise
+            return refund.message(made)
+
+        flow.action(charge).compensate_with(undo).run()
+        flow.run(ship)
+
+    handle, error = held(order)
+    assert error["type"] == "dramatiq_saga.errors.CompensationBuildError"
+    assert "the compensation of step 1 (charge) could not be built: " in error["message"]
+    assert "return " in error["message"]
+    assert "refund.message(...)" in error["message"]
+    assert "flow.run(" not in error["message"]
+    assert [(step.actor, step.status) for step in handle.actions()] == [("charge", "completed")]
+    assert (app.calls, handle.compensations(), handle.tags, app.messages()) == ([("charge",)], [], {}, 0)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "stub"])
+def test_a_retry_policy_that_sends_a_message_sends_none(kind: str, applications: Applications) -> None:
+    """RSIG-3: on every broker; Dramatiq's own lets only a MiddlewareError out of a hook, and would go on and send."""
+    app = applications(kind)
+    charge, mail = app.step("charge", raises=ValueError("no")), app.step("mail")
+
+    @app.workflow
+    def order(flow: Flow) -> None:
+        flow.action(charge).retry_on_signal("again", when=lambda context: bool(mail.send())).run()
+
+    _, error = held(order)
+    assert error["type"] == "dramatiq_saga.errors.RetryPolicyReentryError"
+    assert (app.calls, app.messages()) == ([("charge",)], 0)
 
 
 # --- flow and builders -----------------------------------------------------------------------------------------------

@@ -82,6 +82,12 @@ def varied(flow: Flow):
     flow.sleep(3600)
 
 @workflow
+def withdrawal(flow: Flow):
+    for item in ("a", "b", "c"):
+        flow.action(charge, item).compensate_with(refund, item).run()
+    flow.sleep(3600)
+
+@workflow
 def wide(flow: Flow, count: int):
     flow.parallel(*(flow.action(ship, number) for number in range(count))).max_in_flight(2).run()
 """
@@ -781,15 +787,55 @@ def test_cancel_compensate_says_what_is_undone_and_what_stands(shop: Shop) -> No
     run = shop.failed_once()
     done = shop("cancel", run.id, "--compensate", "--json")
     assert (done.value["status"], done.value["changed"]) == ("rolling_back", True)
-    assert done.value["undone"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert done.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
+    assert (done.value["undone"], done.value["never"]) == ([], [])
     assert [step["sequence"] for step in done.value["stands"]] == [2]
     again = shop("cancel", run.id, "--compensate")
     assert again.lines[0] == f"run {run.id} is rolling back, and was before; it will end as cancelled"
+    assert again.lines[1:3] == ["to be undone:", "  1  charge, by refund"]
     refused = shop("cancel", run.id, "--keep")
     assert refused.status == 1
     assert "a cancel never interrupts a rollback" in refused.err
     shop.work_until(lambda: run.status == "cancelled")
-    assert shop("cancel", run.id, "--compensate").lines[:2] == [f"run {run.id} is cancelled, and was before", "undone:"]
+    done = shop("cancel", run.id, "--compensate")
+    assert done.lines[:3] == [f"run {run.id} is cancelled, and was before", "undone:", "  1  charge, by refund"]
+    assert (done.status, "to be undone:" in done.lines) == (0, False)
+
+
+def test_cancel_of_a_run_whose_rollback_halted_says_what_is_not_undone(shop: Shop) -> None:
+    """COMP-8, COMP-9: what has been undone, what has not and why, and what goes on with it; work that is to be undone and is not is
+    no success."""
+    run_id = shop("send", "withdrawal").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop.plan(refund=lambda order: fail() if order == "b" else None)
+    assert shop("cancel", run_id, "--compensate").lines[1:] == [
+        "to be undone:", "  3  charge, by refund", "  2  charge, by refund", "  1  charge, by refund",
+    ]  # fmt: skip
+    shop.work_until(lambda: run.status == "cancelled")
+    done = shop("cancel", run_id, "--compensate")
+    assert done.lines == [
+        f"run {run_id} is cancelled, and was before; its rollback halted, and not all of its work is undone",
+        "undone:",
+        "  3  charge, by refund",
+        "not undone:",
+        r"  2  charge, by refund: failed for good, ValueError: no \x1b[31mtruck\u202e",
+        "  1  charge, by refund: the rollback halted before it was done",
+        f"`dramatiq-saga resume-rollback {run_id}` goes on with it once the cause is mended",
+    ]
+    assert done.status == 1
+    value = shop("cancel", run_id, "--compensate", "--json").value
+    assert (value["rollback"], [step["sequence"] for step in value["undone"]]) == ("halted", [3])
+    assert [undo["sequence"] for undo in value["left"]] == [2, 1]
+    assert shop("cancel", run_id).status == 0  # to end it is all that was asked for
+    shop.plan(refund=lambda order: None)
+    assert shop("resume-rollback", run_id).lines[1:] == ["to be undone:", "  2  charge, by refund", "  1  charge, by refund"]
+    assert "to be undone:" in shop("cancel", run_id, "--compensate").lines
+    shop.work_until(lambda: run.rollback == "done")
+    done = shop("cancel", run_id, "--compensate")
+    assert (done.status, done.lines[1:]) == (
+        0, ["undone:", "  3  charge, by refund", "  2  charge, by refund", "  1  charge, by refund"],
+    )  # fmt: skip
 
 
 def test_a_step_that_is_at_work_counts_as_work(shop: Shop) -> None:

@@ -81,6 +81,15 @@ def varied(flow: Flow):
     flow.parallel(flow.action(mail, "a"), flow.action(mail, "b")).run()
     flow.sleep(3600)
 
+revisions = {"asks": True}
+
+@workflow
+def versed(flow: Flow):
+    flow.run(mail, "a")
+    if revisions["asks"]: flow.patched("terms")
+    flow.await_signal("go")
+    flow.run(mail, "b")
+
 @workflow
 def withdrawal(flow: Flow):
     for item in ("a", "b", "c"):
@@ -647,6 +656,29 @@ def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytes
     settings(shop, monkeypatch, {"history.store_payloads": "off"})
     hidden = shop.plainly("--database", "shop.db", "show", run.id)
     assert "EUR" not in hidden.out and "[7]" not in hidden.out and "side effect rate" in hidden.out
+
+
+def test_show_tells_which_way_a_run_goes_at_a_version_gate(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HISTORY-2: the recorded answer, in the text, in JSON and in the history; it is no payload, so SAFE-2 hides none of it."""
+    settings(shop, monkeypatch, {"history.store_payloads": "off"})
+    old = get_flow(shop("send", "versed").out.strip(), broker=shop.module.broker)
+    shop.module.revisions["asks"] = False  # the code before the change
+    shop.work_until(lambda: old.status == "waiting")
+    shop.module.revisions["asks"] = True
+    new = get_flow(shop("send", "versed").out.strip(), broker=shop.module.broker)
+    old.signal("go")
+    shop.work_until(lambda: new.status == "waiting" and old.status == "completed")
+    for run, answer, line in (
+        (new, "true", "passed: this run goes the new way"),
+        (old, "false", "passed before the change: this run goes the old way"),
+    ):
+        shown = shop("show", run.id, "--events")
+        assert re.search(rf"^ +[0-9]+  version gate terms +{line}$", shown.out, re.MULTILINE)
+        assert re.search(rf"side_effect\.recorded +[0-9]+ +terms +patched: {answer}$", shown.out, re.MULTILINE)
+        assert not any(line.startswith("      value") for line in shown.lines)
+        value = shop("show", run.id, "--events", "--json").value
+        assert [entry["value"] for entry in value["entries"] if entry["kind"] == "version gate"] == [answer]
+        assert [event["detail"] for event in value["events"] if event["name"] == "terms"] == [f"patched: {answer}"]
 
 
 def test_show_tells_how_the_members_of_a_block_stand(shop: Shop) -> None:

@@ -27,7 +27,7 @@ from .engine.replay import Replay
 from .engine.retry_on_signal import RetryContext, look
 from .engine.rows import ALONE, ChildEntry, CompensationSpec, NewStep, Scope, StepEntry
 from .errors import FlowError, MiddlewareOrderError, NotSerializableError, SagaError, StepExpiredError, StepFailedError
-from .options import check_options
+from .options import check_options, count_from_one
 from .retry_policy import ExceptionClasses, RetryPolicy, policy_of
 from .statuses import CompensationFailurePolicy
 
@@ -113,6 +113,7 @@ class Member(Protocol[V_co]):
     _replay: Replay
 
     def run(self) -> V_co: ...
+    def _make_ready(self) -> None: ...
     def _step_into(self, scope: Scope) -> State | None: ...
     def _describe(self) -> str: ...
 
@@ -334,9 +335,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
     @describing
     def max_claims(self, n: int) -> Self:
         """How often this step may be claimed without reporting an outcome; 1 means at most once (RECLAIM-6)."""
-        if n < 1:
-            raise ValueError(f"max_claims() takes a number of at least 1, not {n}")
-        self._max_claims = n
+        self._max_claims = count_from_one(n, "max_claims()")
         return self
 
     @describing
@@ -420,15 +419,20 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             return State(entry, error=StepExpiredError(entry.actor, entry.sequence))
         return State(entry, outside=entry.status == "awaiting_retry")
 
-    def _new_step(self, scope: Scope) -> NewStep:
-        replay, actor = self._replay, self._actor
+    def _make_ready(self) -> None:
+        """Everything that can still be wrong with what was said, before anything of it is asked for."""
         self._check_undo()
         if self._encoded is None:
             args, kwargs = self._args
-            self._encoded = bind(actor, args, kwargs)
+            self._encoded = bind(self._actor, args, kwargs)
         if self._compensation is not None and self._compensation.args is None and self._compensation_call is not None:
             comp_actor, comp_args, comp_kwargs = self._compensation_call  # built before the step ahead of it was run
             self._compensation = compensation(comp_actor, comp_args, comp_kwargs)
+
+    def _new_step(self, scope: Scope) -> NewStep:
+        replay, actor = self._replay, self._actor
+        self._make_ready()
+        assert self._encoded is not None
         options = dict(self._options)
         queue = options.pop("queue_name", None) or actor.queue_name
         priority = options.pop("priority", None)

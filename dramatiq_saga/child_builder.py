@@ -232,13 +232,18 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             start["expires_in_ms"] = to_ms(default)
         return {name: value for name, value in start.items() if value is not None}
 
+    def _make_ready(self) -> None:
+        """Everything that can still be wrong with what was said, before anything of it is asked for."""
+        if self._encoded is None:
+            self._encoded = self._workflow._child_args(self._args, self._kwargs)
+        if self._compensation is None and self._comp_call is not None:
+            self._compensation = compensation(*self._comp_call)  # built before the step ahead of it was run
+
     def _new_child(self, scope: Scope) -> NewChild:
         replay, workflow = self._replay, self._workflow
         settings = replay.settings
-        if self._encoded is None:
-            self._encoded = workflow._child_args(self._args, self._kwargs)
-        if self._compensation is None and self._comp_call is not None:
-            self._compensation = compensation(*self._comp_call)  # built before the step ahead of it was run
+        self._make_ready()
+        assert self._encoded is not None
         undone = self._compensation is not None or self._comp_from is not None
         return NewChild(
             replay.next_sequence(), uuid7(replay.now), workflow.name, self._encoded,

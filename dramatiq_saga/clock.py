@@ -57,7 +57,7 @@ def to_ms(duration: float | timedelta) -> int:
     """A duration of ours (seconds, or a ``timedelta``) in milliseconds.
 
     :raises TypeError: it is neither.
-    :raises ValueError: it is NaN or infinite.
+    :raises ValueError: it is NaN, infinite, or longer than a ``timedelta`` can be.
     """
     if isinstance(duration, timedelta):
         return round(duration.total_seconds() * 1000)
@@ -65,14 +65,19 @@ def to_ms(duration: float | timedelta) -> int:
         raise TypeError(f"a duration is a number of seconds or a timedelta, not {duration!r}")
     if not math.isfinite(duration):
         raise ValueError(f"a duration is a finite number of seconds, not {duration!r}")
+    if abs(duration) > timedelta.max.total_seconds():
+        raise ValueError(f"a duration is at most {timedelta.max.days} days, not {duration!r} seconds")
     return round(duration * 1000)
 
 
 def moment_to_ms(moment: datetime) -> int:
     """An aware ``datetime`` as stored time; a naive one is refused, because it names no moment.
 
+    :raises TypeError: it is no ``datetime``.
     :raises ValueError: it has no time zone.
     """
+    if not isinstance(moment, datetime):
+        raise TypeError(f"a moment is an aware datetime, not {moment!r}")
     if moment.utcoffset() is None:
         raise ValueError(f"{moment!r} has no time zone: pass an aware datetime, for example datetime.now(timezone.utc)")
     return (moment - _EPOCH) // _MILLISECOND

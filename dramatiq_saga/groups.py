@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from .builders import ActionBuilder, State
 from .engine.rows import ALONE, Scope, StepEntry
+from .options import count_from_one
 from .statuses import CompensationFailurePolicy, ParallelFailurePolicy
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class _Block:
         if entry.size and not entry.ended:
             self._replay.finish_block(entry)
 
+    def _make_ready(self) -> None:
+        """A block is asked for whole or not at all: what is wrong with a member is found before the first of them is recorded
+        (test_a_block_with_a_member_that_is_refused_records_nothing)."""
+        for member in self._members:
+            member._make_ready()
+
     def _describe(self) -> str:
         return f"{self.what}() of {len(self._members)}"
 
@@ -83,10 +90,11 @@ class ParallelBuilder(_Block, Generic[T_co]):
 
     def max_in_flight(self, n: int) -> Self:
         """How many members may be waiting for a worker or running at the same time (PAR-1)."""
-        if n < 1:
+        try:
+            self._max_in_flight = count_from_one(n, "max_in_flight()")
+        except (TypeError, ValueError):
             self._built = True
-            raise ValueError(f"max_in_flight() takes a number of at least 1, not {n!r}")
-        self._max_in_flight = n
+            raise
         return self
 
     def run(self) -> list[T_co]:
@@ -111,6 +119,7 @@ class ParallelBuilder(_Block, Generic[T_co]):
             self._check_members_can_wait()
         entry = replay.recorded_block(self.what, size)
         if entry is None:
+            self._make_ready()
             policy = self._policy or str(replay.settings.parallel.default_failure_policy)
             entry = replay.add_block(self.what, size, policy=policy, max_in_flight=self._max_in_flight, scope=scope)
             limit = size if self._max_in_flight is None else self._max_in_flight
@@ -252,6 +261,7 @@ class SagaBuilder(_Block, Generic[T_co]):
         replay, size = self._replay, len(self._members)
         entry = replay.recorded_block(self.what, size)
         if entry is None:
+            self._make_ready()
             entry = replay.add_block(self.what, size, policy=self._comp_policy, max_in_flight=None, scope=scope)
         parallel = replay.settings.sagas.parallel_compensation if self._parallel is None else self._parallel
         inner = Scope(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import dramatiq
 
+from .clock import to_ms
 from .codec import decode, encode, load_error
 from .engine import retry_on_signal, runs, undoing
 from .engine import signals as signalling
@@ -102,7 +103,7 @@ class FlowHandle(Generic[R]):
           ResultTimeout: the run did not finish in time.
           FlowFailedError, FlowCancelledError, FlowExpiredError: it ended otherwise; ``cause`` is the recorded error.
         """
-        seconds = wait.total_seconds() if isinstance(wait, timedelta) else wait
+        seconds = None if wait is None else to_ms(wait) / 1000
         if seconds and self._engine.store.joined():
             runs.refuse_joined(self._engine, "result(wait=...)")
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -283,6 +284,10 @@ def get_flow(run_id: str, *, broker: Broker | None = None) -> FlowHandle[Any]:
 
     chosen = broker or dramatiq.get_broker()
     middleware = middleware_of(chosen)
+    if not isinstance(run_id, str):
+        raise TypeError(f"a run's id is text, not {run_id!r}")
+    if "\0" in run_id:  # no run has such an id, and not every database can be asked for it
+        raise FlowNotFoundError(run_id)
     row = middleware.engine(chosen).store.read(lambda tx: tx.one(_STATUS, (run_id,)))
     if row is None:
         raise FlowNotFoundError(run_id)

@@ -6,11 +6,15 @@ where a person gives them. Options that this module does not know belong to othe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .codec import storable
+
+#: Integers up to this size fit every database's column, and every option of Dramatiq's.
+LARGEST = 2**53
 
 #: What Dramatiq takes for the options that it reads from a message: a test, and the words for it.
 _OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -19,7 +23,9 @@ _OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_backoff": (lambda value: _is_integer(value) and value >= 0, "milliseconds, as an integer from 0"),
     "max_age": (lambda value: value is None or (_is_integer(value) and value > 0), "milliseconds, as an integer above 0"),
     "time_limit": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+        lambda value: (
+            isinstance(value, int | float) and not isinstance(value, bool) and (0 < value <= LARGEST or value == math.inf)
+        ),
         "milliseconds, as a number above 0",
     ),
     "priority": (lambda value: _is_integer(value), "an integer; lower ones go first"),
@@ -33,7 +39,20 @@ _OPTION_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def count_from_one(value: object, where: str) -> int:
+    """``value``, where it is a number of things, at least one.
+
+    :raises TypeError: it is no integer.
+    :raises ValueError: it is below one, or too large to be meant.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where} takes a number of at least 1, not {value!r}")
+    if not 1 <= value <= 2**31 - 1:
+        raise ValueError(f"{where} takes a number of at least 1, not {value}")
+    return value
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:

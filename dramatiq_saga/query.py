@@ -206,7 +206,8 @@ def read_conditions(
     """The arguments of :func:`query` as fields of a :class:`FlowQuery`. Raises ValueError for one that cannot be meant."""
     given: dict[str, Any] = {}
     if workflow is not None:
-        given["workflow"] = workflow if isinstance(workflow, str) else workflow.name
+        name = workflow if isinstance(workflow, str) else getattr(workflow, "name", None)
+        given["workflow"] = short_text(name if name is not None else workflow, "a workflow's name", limit=NAME_LENGTH)
     if status is not None:
         words = [status] if isinstance(status, str) else list(status)
         wrong = [word for word in words if word not in set(FlowStatus)]
@@ -214,6 +215,8 @@ def read_conditions(
             raise ValueError(f"{wrong[0]!r} is not a status of a run: they are {', '.join(FlowStatus)}")
         given["status"] = tuple(FlowStatus(word).value for word in words)
     if tags is not None:
+        if not isinstance(tags, Mapping):
+            raise TypeError(f"tags are a mapping of names to values, not {tags!r}")
         given["tags"] = tuple((name, None if value is None else str(value)) for name, value in tags.items())
     if awaiting_signal is not None:
         given["awaiting_signal"] = (short_text(awaiting_signal, "a signal's name", limit=NAME_LENGTH),)

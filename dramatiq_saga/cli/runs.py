@@ -122,7 +122,7 @@ def _parsed(option: str, text: str, *, kind: type, example: str) -> Any:
     """The JSON given to an option, or a refusal that shows how it is written."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"{option} is not JSON: {error}; write it like {option} '{example}'") from None
     if not isinstance(value, kind):
         raise RefusedError(

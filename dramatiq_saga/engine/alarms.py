@@ -3,7 +3,8 @@
 A message of kind "timer" says "look at what is due in this run" and nothing else. A run has at most one that counts: its row holds
 the moment of it (``timer_at``). The invariant: while the run is live, ``timer_at`` is not later than any of its deadlines and waits,
 and a message that is due then is on its way. Whoever creates a deadline calls :func:`for_decision` or :func:`for_run` and stages the
-alarm in the same transaction; where an earlier one stands already, nothing is sent. When it has gone off, ``timers.py`` sets the next.
+alarm in the same transaction; where an earlier one stands already, nothing is sent. When it has gone off, ``timers.py`` sets the next. One that
+an earlier one came before stays on its way: its moment is kept (``timer_last``), and it is not sent a second time.
 
 So a thousand members of a block that share a deadline cost one message, and a step with a deadline that is long done costs none.
 With a broker of another kind there are no alarms: a loop in the workers looks for what is due (``recovery/timer_loop.py``).
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from .rows import Decision, More, Snapshot
 
 # The run's row is locked by whoever stages an alarm: no other can be set between the look and the write.
-_SET = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND (timer_at IS NULL OR timer_at > ?)"
+# (MySQL assigns from left to right: the old moment is read before it is overwritten.)
+_SET = (
+    "UPDATE {flow_runs} SET timer_last = CASE WHEN timer_at > COALESCE(timer_last, 0) THEN timer_at ELSE timer_last END, timer_at = ? "
+    "WHERE id = ? AND (timer_at IS NULL OR timer_at > ?)"
+)
 _DEADLINES = "SELECT sequence, expires_at FROM {action_runs} WHERE run_id = ? AND expires_at IS NOT NULL"
 
 

@@ -25,7 +25,7 @@ from .replay import HoldRun
 from .snapshot import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from ..store.database import Tx
     from .core import Engine, Sender
@@ -65,6 +65,8 @@ _WAKE = (
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _SET_ALARM = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+_TAKE_UP = "UPDATE {flow_runs} SET timer_at = timer_last, timer_last = NULL WHERE id = ? AND timer_last = ?"
+_LATER = "SELECT timer_last FROM {flow_runs} WHERE id = ?"
 _CLEAR = "UPDATE {flow_runs} SET timer_at = NULL WHERE id = ? AND timer_at = ?"
 _EXPIRY = "SELECT workflow, queue, priority, expires_at, expiry_attempts FROM {flow_runs} WHERE id = ?"
 _EXPIRY_FAILED = (
@@ -432,28 +434,37 @@ def set_alarm(engine: Engine, run_id: str, sender: Sender, *, at: int | None) ->
 
 def _set_alarm_once(engine: Engine, run_id: str, sender: Sender, at: int | None) -> bool:
     now = engine.now()
-    look: Callable[[Tx], tuple[Any, int | None]] = lambda tx: (tx.one(_LOCK, (run_id,)), next_due(tx, run_id))  # noqa: E731
-    run, moment = engine.store.read(lambda tx: (tx.one(_RUN, (run_id,)), next_due(tx, run_id)))
+
+    def look(tx: Tx, run: str) -> tuple[Any, int | None, int | None]:
+        return tx.one(run, (run_id,)), next_due(tx, run_id), (tx.one(_LATER, (run_id,)) or (None,))[0]
+
+    run, moment, later = engine.store.read(lambda tx: look(tx, _RUN))
     if run is None or not _is_wanted(run[5], moment, now, at):
         return True
+    # One that was on its way before the last one is early enough: a loop of short waits under a long deadline sends that once
+    # (test_a_loop_of_short_waits_sends_the_alarm_of_its_deadline_once).
+    carried = moment is not None and later is not None and now < later <= moment
     outbox = sender.outbox(None)
-    if moment is not None:
+    if moment is not None and not carried:
         outbox.load([alarms.message(run_id, run[0], run[1], priority=run[2], at=moment, now=now)])
 
     def operation(tx: Tx) -> bool:
-        known, still = look(tx)
+        known, *still = look(tx, _LOCK)
         if known is None:
             return True
-        if still != moment or not _is_wanted(known[5], still, now, at):
+        if still != [moment, later] or not _is_wanted(known[5], moment, now, at):
             return False
-        tx.run(_SET_ALARM, (moment, run_id))
-        if moment is not None:
+        if carried:
+            tx.run(_TAKE_UP, (run_id, later))
+        else:
+            tx.run(_SET_ALARM, (moment, run_id))
+        if moment is not None and not carried:
             outbox.stage(tx)
         return True
 
     if not engine.write(operation, outbox):
         return False
-    if moment is not None:
+    if moment is not None and not carried:
         outbox.delivered()
     return True
 

@@ -225,6 +225,7 @@ def build(database: Database, prefix: str) -> Models:
         expiry_attempts=integer(default=0),
         expiry_after=ms(null=True),  # EXPIRE-2: not tried again before
         timer_at=ms(null=True),  # TIMER-1: when the delayed message is due that looks at what is due
+        timer_last=ms(null=True),  # when a later one is due that is on its way as well: an earlier one came before it
         parent_id=ident(ID_LENGTH, null=True),
         parent_sequence=integer(null=True),
         close_request=ident(8, null=True),  # CHILD-3: cancel | fail, asked for by the parent

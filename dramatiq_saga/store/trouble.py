@@ -14,6 +14,9 @@ from ..errors import DatabaseUnusableError, SchemaVersionError, StoreError
 # SQLite's TOOBIG; PostgreSQL's class 54, limits of the program; MySQL's "packet too large".
 _SQLITE_TOO_BIG, _PG_LIMITS, _MYSQL_PACKET = 18, "54", 1153
 
+# PostgreSQL's words for a value of a kind that its column or operator does not take: no waiting turns it into another.
+_PG_WRONG_KIND = frozenset({"42804", "42846", "42883", "42P18", "42601"})
+
 
 def is_trouble(error: BaseException) -> bool:
     """Whether ``error`` says that the database cannot be used just now, whatever is written: the write may be tried again.
@@ -27,6 +30,7 @@ def is_trouble(error: BaseException) -> bool:
     original = getattr(error, "orig", None)
     if getattr(original, "sqlite_errorcode", None) == _SQLITE_TOO_BIG:
         return False
-    if str(getattr(original, "sqlstate", None) or "").startswith(_PG_LIMITS):
+    state = str(getattr(original, "sqlstate", None) or "")
+    if state.startswith(_PG_LIMITS) or state in _PG_WRONG_KIND:
         return False
     return not (original is not None and original.args[:1] == (_MYSQL_PACKET,))

@@ -41,8 +41,9 @@ def let_pass(app: Application, seconds: int) -> None:
     app.execute("UPDATE {waits} SET due_at = due_at - ?, created_at = created_at - ?", ms, ms)
     app.execute("UPDATE {action_runs} SET expires_at = expires_at - ?, created_at = created_at - ?", ms, ms)
     app.execute(
-        "UPDATE {flow_runs} SET expires_at = expires_at - ?, timer_at = timer_at - ?, woken_at = woken_at - ?, created_at = created_at - ?",
-        ms, ms, ms, ms,
+        "UPDATE {flow_runs} SET expires_at = expires_at - ?, timer_at = timer_at - ?, timer_last = timer_last - ?, "
+        "woken_at = woken_at - ?, created_at = created_at - ?",
+        ms, ms, ms, ms, ms,
     )  # fmt: skip
     if app.joined:
         app.execute("UPDATE {messages} SET available_at = available_at - ?", ms)
@@ -229,6 +230,24 @@ def test_implicit_deadlines_come_from_the_settings(applications: Applications) -
     longer = implicit.send_with_options(expires_in=60)
     eventually(lambda: len(app.sql("SELECT 1 FROM {waits} WHERE run_id = ?", longer.id)) == 2)
     assert longer.status == "waiting"
+
+
+def test_a_loop_of_short_waits_sends_the_alarm_of_its_deadline_once(joined: Application) -> None:
+    """TIMER-1: a reminder every so often, under a deadline of weeks: no message per round stays in the queue."""
+    app, remind = joined, joined.step("remind")
+
+    @app.workflow(expires_in=timedelta(days=60))
+    def invoice(flow: Flow) -> None:
+        for number in range(5):
+            try:
+                flow.await_signal("paid", wait_seconds=0.1)
+            except SignalTimeoutError:
+                flow.run(remind, number)
+
+    handle = app.run(invoice)
+    assert handle.status == "completed"
+    assert app.calls == [("remind", number) for number in range(5)]
+    eventually(lambda: app.sql("SELECT COUNT(*) FROM {messages} WHERE state <> 3") == [(1,)])
 
 
 def test_members_that_share_a_deadline_cost_one_alarm(joined: Application) -> None:

@@ -16,6 +16,7 @@ CREATE TABLE IF NOT EXISTS "saga_flow_runs" ("id" VARCHAR(128) NOT NULL PRIMARY 
     "expiry_attempts" INTEGER NOT NULL,
     "expiry_after" BIGINT,
     "timer_at" BIGINT,
+    "timer_last" BIGINT,
     "parent_id" VARCHAR(128) COLLATE "C",
     "parent_sequence" INTEGER,
     "close_request" VARCHAR(8) COLLATE "C",

@@ -16,6 +16,7 @@ CREATE TABLE IF NOT EXISTS "saga_flow_runs" ("id" VARCHAR(128) NOT NULL PRIMARY 
     "expiry_attempts" INTEGER NOT NULL,
     "expiry_after" INTEGER,
     "timer_at" INTEGER,
+    "timer_last" INTEGER,
     "parent_id" VARCHAR(128),
     "parent_sequence" INTEGER,
     "close_request" VARCHAR(8),

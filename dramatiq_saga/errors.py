@@ -174,7 +174,11 @@ class ChildFailedError(ChildError):
 
 
 class ChildExpiredError(ChildError):
-    """A child run expired."""
+    """A child run expired: its deadline passed before it had ended."""
+
+    def __str__(self) -> str:
+        detail = f" ({self.message})" if self.message else ""
+        return f"child {self.workflow_name} {self.child_id} (sequence {self.sequence}) expired: its deadline passed{detail}"
 
 
 class ChildCancelledError(ChildError):

@@ -274,19 +274,19 @@ class Flow:
 
     @property
     def is_replaying(self) -> bool:
-        """True while the function walks over what it has asked for before."""
-        return self._replay.is_replaying
+        """True while the function walks over what it has asked for before, and throughout a walk of which nothing is written."""
+        return self._replay.is_replaying or self._replay.looks_only
 
     @property
     def logger(self) -> structlog.stdlib.BoundLogger:
-        """A structlog logger that stays quiet while replaying, so that a line is logged once per run and not once per drive."""
+        """A structlog logger that is quiet while :attr:`is_replaying`: a line is logged once per run and not once per drive."""
         import structlog
 
         bound = structlog.get_logger("dramatiq_saga.workflow").bind(run=self.run_id, workflow=self.workflow_name)
         return structlog.wrap_logger(bound, processors=[self._drop_while_replaying])  # type: ignore[no-any-return]
 
     def _drop_while_replaying(self, _logger: Any, method: str, event: Any) -> Any:
-        if self._replay.is_replaying:
+        if self.is_replaying:
             raise structlog_drop()
         return event
 

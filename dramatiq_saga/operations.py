@@ -89,12 +89,27 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True)
+class Undo:
+    """A step, or a child's workflow, that is not undone; ``by`` is ``None`` where its undo cannot be built.
+
+    ``failed``: its undo was tried and has failed for good, with ``error``; otherwise its turn has not come.
+    """
+
+    sequence: int
+    name: str
+    by: str | None
+    failed: bool = False
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The answer to a cancel.
 
     ``changed`` is false where the run already was cancelled or rolling back. ``stands`` is the work that is left as it is,
-    that of steps that were running included; ``undone`` is what the rollback undoes. ``children`` are those that had completed or
-    were open before it, each with what becomes of it, in words (CHILD-3).
+    that of steps that were running included; ``undone`` are the steps that have been undone. ``left`` and ``never`` are what the
+    rollback has still to undo, or, where ``rollback`` is ``halted``, what it has not undone, children included: see
+    :class:`Resumed`. ``children`` are those that had completed or were open before it, each with what becomes of it, in words (CHILD-3).
     """
 
     run_id: str
@@ -103,16 +118,9 @@ class Cancelled:
     changed: bool
     stands: tuple[StepReport, ...] = ()
     undone: tuple[StepReport, ...] = ()
+    left: tuple[Undo, ...] = ()
+    never: tuple[Undo, ...] = ()
     children: tuple[tuple[EntryReport, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
-    """A step, or a child's workflow, that is still to be undone; ``by`` is ``None`` where its undo cannot be built."""
-
-    sequence: int
-    name: str
-    by: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,12 +357,17 @@ class Operator:
             step for step in report.steps
             if step.compensation is None and (step.row.status == "completed" or step.row.sequence in before)
         ]  # fmt: skip
-        undone = [step for step in report.steps if step.compensation is not None]
+        undone = [
+            step for step in report.steps if step.compensation is not None and step.compensation.row.status == "completed"
+        ]
+        left, never = _not_undone(report)
         children = [
             (child, _fate(child, report, undoes=undoes)) for child in found.entries
             if child.kind == "child" and child.status in ("running", "completed")
         ]  # fmt: skip
-        return Cancelled(run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone), tuple(children))
+        return Cancelled(
+            run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone), left, never, tuple(children)
+        )
 
     def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
         """Signal a run; the run as it is afterwards.
@@ -405,18 +418,8 @@ class Operator:
                 f"restarted; see `dramatiq-saga show {run_id}`"
             ) from None
         report = self.show_run(run_id)
-        names = {step.row.sequence: step.row.actor for step in report.steps}
-        names |= {entry.sequence: entry.name or entry.kind for entry in report.entries}
-        undos = [step.compensation for step in report.steps if step.compensation] + list(report.undone_children.values())
-        left = [
-            Undo(undo.row.sequence, names[undo.row.sequence], undo.row.actor or None)
-            for undo in sorted(undos, key=lambda undo: (undo.row.level, -undo.row.sequence))
-            if undo.row.status != "completed"
-        ]
-        return Resumed(
-            run_id, report.status, report.rollback, changed,
-            tuple(undo for undo in left if undo.by), tuple(undo for undo in left if not undo.by),
-        )  # fmt: skip
+        left, never = _not_undone(report)
+        return Resumed(run_id, report.status, report.rollback, changed, left, never)
 
     # --- all runs ----------------------------------------------------------------------------------------------------
 
@@ -571,11 +574,32 @@ class Operator:
         return limit + 1 if isinstance(limit, int) else None
 
 
+def _not_undone(report: RunReport) -> tuple[tuple[Undo, ...], tuple[Undo, ...]]:
+    """What a rollback has planned and not undone, in the order of its levels: what can be undone, and what nothing can build an undo of."""
+    names = {step.row.sequence: step.row.actor for step in report.steps}
+    names |= {entry.sequence: entry.name or entry.kind for entry in report.entries}
+    undos = [step.compensation for step in report.steps if step.compensation] + list(report.undone_children.values())
+    left = [
+        Undo(
+            undo.row.sequence, names[undo.row.sequence], undo.row.actor or None, undo.row.status == "failed" and bool(undo.row.given_up),
+            undo.row.error,
+        )
+        for undo in sorted(undos, key=lambda undo: (undo.row.level, -undo.row.sequence))
+        if undo.row.status != "completed"
+    ]  # fmt: skip
+    return tuple(undo for undo in left if undo.by), tuple(undo for undo in left if not undo.by)
+
+
 def _fate(child: EntryReport, report: RunReport, *, undoes: bool) -> str:
     """What becomes of a child of a run that was cancelled or is rolled back, as ``report`` has it (CHILD-3)."""
     if child.status == "completed":
         undo = report.undone_children.get(child.sequence)
-        return "had completed: its work stands" if undo is None else f"had completed: undone by {undo.row.actor}"
+        if undo is None:
+            return "had completed: its work stands"
+        if undo.row.status == "completed":
+            return f"had completed: undone by {undo.row.actor}"
+        by = f" by {undo.row.actor}" if undo.row.actor else ""
+        return f"had completed: {'to be undone' if report.rollback == 'running' else 'not undone'}{by}"
     if child.policy == ChildClosePolicy.ABANDON:
         return "goes on by itself"
     if child.policy == ChildClosePolicy.FAIL:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
-from .codec import load_error
+from .codec import decode, load_error
 from .engine.retry_on_signal import Stored
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class EntryReport:
     """One request of the workflow function that is no step.
 
     ``kind`` is ``side effect``, ``version gate``, ``sent signal``, ``signal`` (a wait for one), ``timer``, ``parallel``, ``saga`` or
-    ``child``. What a kind has no use for is ``None``; ``size`` is that of a block, ``failed_by`` the member that failed it,
-    ``closed_early_at`` when its barrier was reached while a member was live, ``undo`` what undoes a child.
+    ``child``. What a kind has no use for is ``None``; ``value`` of a version gate is its answer, ``true`` or ``false``; ``size`` is that
+    of a block, ``failed_by`` the member that failed it, ``closed_early_at`` when its barrier was reached while a member was live,
+    ``undo`` what undoes a child.
     """
 
     sequence: int
@@ -115,7 +116,13 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
     parked = read_parked(tx, run_id)
     found = [
         EntryReport(
-            sequence, _RECORDED.get(kind, kind), name, "recorded", at, at, value=payload(value) if kind != "patch" else None
+            sequence,
+            _RECORDED.get(kind, kind),
+            name,
+            "recorded",
+            at,
+            at,
+            value=_way(value) if kind == "patch" else payload(value),
         )
         for sequence, kind, name, value, at in tx.all(_SIDE_EFFECTS, (run_id,))
     ]
@@ -145,6 +152,11 @@ def read_entries(tx: Tx, run_id: str, shown: Callable[[bytes | None], str | None
         ) in tx.all(_CHILDREN, (run_id,))
     ]  # fmt: skip
     return sorted(found, key=lambda entry: entry.sequence)
+
+
+def _way(value: Any) -> str:
+    """What a version gate answered; no payload, so it is always shown."""
+    return "true" if decode(bytes(value)) else "false"
 
 
 def read_parked(tx: Tx, run_id: str) -> dict[int, int | None]:

@@ -13,11 +13,11 @@ from typing import Any
 
 from ..clock import to_iso
 from ..context import NOT_CAPTURED, UNSET
-from ..operations import Cancelled, Operator, RefusedError, RunLine
+from ..operations import Cancelled, Operator, RefusedError, Resumed, RunLine, Undo
 from ..report_entries import EntryReport
 from ..reports import StepReport
 from ..statuses import FlowStatus
-from .answer import Answer, cell, cut, duration, moment, table
+from .answer import Answer, cell, cut, duration, error_line, moment, table
 
 _JSON_WORDS: dict[type, str] = {
     list: "an array", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a flag", type(None): "null",
@@ -223,7 +223,7 @@ def _as_dict(run: RunLine) -> dict[str, Any]:
 
 def _cancel(operator: Operator, options: argparse.Namespace) -> Answer:
     if options.compensate:
-        return _cancelled(operator.compensate(options.run_id, reason=options.reason))
+        return _cancelled(operator.compensate(options.run_id, reason=options.reason), undoes=True)
     if not options.keep:
         report, worked = operator.worked(options.run_id)
         children = [entry for entry in report.entries if entry.kind == "child" and entry.status in ("running", "completed")]
@@ -259,15 +259,19 @@ def _child_work(children: Sequence[EntryReport]) -> list[str]:
     return table(("", "", "", "", ""), rows)[1:] if rows else []
 
 
-def _cancelled(answer: Cancelled) -> Answer:
+def _cancelled(answer: Cancelled, *, undoes: bool = False) -> Answer:
+    """``undoes``: whether its work is to be undone, so that a rollback that has halted is a failure."""
     run = cell(answer.run_id)
     if answer.status == "rolling_back":
         lines = [f"run {run} is rolling back" + ("" if answer.changed else ", and was before") + "; it will end as cancelled"]
     else:
         lines = [f"run {run} is {answer.status}" + ("" if answer.changed else ", and was before")]
+    if answer.rollback == "halted":
+        lines[0] += "; its rollback halted, and not all of its work is undone"
     if answer.undone:
-        lines += ["to be undone:" if answer.status == "rolling_back" else "undone:"]
+        lines += ["undone:"]
         lines += [f"  {step.row.sequence}  {cell(step.row.actor)}, by {cell(_undo(step))}" for step in reversed(answer.undone)]
+    lines += _left(answer)
     if answer.stands:
         lines += ["this work stands:"]
         lines += [f"  {step.row.sequence}  {cell(step.row.actor)}{_doubt(step)}" for step in answer.stands]
@@ -283,8 +287,39 @@ def _cancelled(answer: Cancelled) -> Answer:
         ],
         "stands": [{"sequence": step.row.sequence, "actor": step.row.actor, "status": step.row.status} for step in answer.stands],
         "undone": [{"sequence": step.row.sequence, "actor": step.row.actor, "by": _undo(step)} for step in answer.undone],
+        **_left_values(answer),
     }  # fmt: skip
-    return Answer(value, lines)
+    return Answer(value, lines, done=not (undoes and answer.rollback == "halted"))
+
+
+def _left(answer: Cancelled | Resumed) -> list[str]:
+    """What is to be undone; where the rollback has halted, what is not undone, why, and what goes on with it."""
+    halted, lines = answer.rollback == "halted", []
+    if answer.left:
+        lines += ["not undone:" if halted else "to be undone:"]
+        lines += [
+            f"  {undo.sequence}  {cell(undo.name)}, by {cell(undo.by)}{_why(undo) if halted else ''}" for undo in answer.left
+        ]
+    if answer.never:
+        lines += ["to be undone by hand, for nothing can build their undo:"]
+        lines += [f"  {undo.sequence}  {cell(undo.name)}" for undo in answer.never]
+    if halted and answer.left:
+        lines += [f"`dramatiq-saga resume-rollback {cell(answer.run_id)}` goes on with it once the cause is mended"]
+    return lines
+
+
+def _why(undo: Undo) -> str:
+    """Why a rollback that has halted has not undone it."""
+    if not undo.failed:
+        return ": the rollback halted before it was done"
+    return ": failed for good" + ("" if undo.error is None else f", {error_line(undo.error)}")
+
+
+def _left_values(answer: Cancelled | Resumed) -> dict[str, Any]:
+    return {
+        "left": [{"sequence": undo.sequence, "name": undo.name, "by": undo.by} for undo in answer.left],
+        "never": [{"sequence": undo.sequence, "name": undo.name} for undo in answer.never],
+    }
 
 
 def _undo(step: StepReport) -> str | None:
@@ -333,15 +368,9 @@ def _resume(operator: Operator, options: argparse.Namespace) -> Answer:
         ]
     else:
         lines = [f"run {run} is {answer.status}; its rollback is {answer.rollback}"]
-    if answer.left:
-        lines += ["to be undone:"]
-        lines += [f"  {undo.sequence}  {cell(undo.name)}, by {cell(undo.by)}" for undo in answer.left]
-    if answer.never:
-        lines += ["to be undone by hand, for nothing can build their undo:"]
-        lines += [f"  {undo.sequence}  {cell(undo.name)}" for undo in answer.never]
+    lines += _left(answer)
     value = {
         "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
-        "left": [{"sequence": undo.sequence, "name": undo.name, "by": undo.by} for undo in answer.left],
-        "never": [{"sequence": undo.sequence, "name": undo.name} for undo in answer.never],
+        **_left_values(answer),
     }  # fmt: skip
     return Answer(value, lines)

@@ -203,7 +203,11 @@ def _title(entry: EntryReport) -> str:
 def _entry(entry: EntryReport, now: int) -> str:
     """Where it stands, in one line."""
     if entry.kind == "version gate":
-        return "passed: this run goes the new way"
+        return (
+            "passed: this run goes the new way"
+            if entry.value == "true"
+            else "passed before the change: this run goes the old way"
+        )
     if entry.status == "recorded":
         return f"recorded at {moment(entry.created_at)}"
     if entry.retry is not None and entry.retry.waiting:
@@ -231,7 +235,7 @@ def _entry_details(report: RunReport, entry: EntryReport, now: int) -> Iterator[
         yield f"failed by {entry.failed_by}"
     if entry.closed_early_at is not None:
         yield f"its barrier was reached early, at {moment(entry.closed_early_at)}; the rows decided"
-    if entry.value is not None and entry.value != "null":
+    if entry.value is not None and entry.value != "null" and entry.kind != "version gate":
         yield f"value {cut(cell(entry.value), WIDTH)}"
     undo = report.undone_children.get(entry.sequence)
     yield from _undo(report, undo, now=now, by=entry.undo, completed=entry.status == "completed")

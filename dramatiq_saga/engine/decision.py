@@ -367,9 +367,12 @@ def _waits_for(more: More | None) -> str | None:
 
 def _more_events(more: More) -> list[history.Line]:
     lines = [
-        history.Line(history.SIDE_EFFECT_RECORDED, sequence=marker.sequence, name=marker.name, payload=marker.data)
+        history.Line(
+            history.SIDE_EFFECT_RECORDED, sequence=marker.sequence, name=marker.name, payload=marker.data,
+            detail=f"patched: {marker.data.decode()}" if marker.kind == "patch" else None,
+        )
         for marker in more.markers
-    ]
+    ]  # fmt: skip
     lines += [
         history.Line(history.SIGNAL_CONSUMED, sequence=wait.sequence, name=wait.name)
         for wait in more.waits

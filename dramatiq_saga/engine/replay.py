@@ -131,6 +131,7 @@ class Replay:
         now: int,
         settings: Settings,
         record: Callable[[int, str, str, bytes | SentSignal], bytes] | None = None,
+        looks_only: bool = False,
     ) -> None:
         self.snapshot = snapshot
         self.now = now
@@ -140,6 +141,7 @@ class Replay:
         self.straight = self.recorded  # up to here Flow.run() may go straight; nowhere once the function must not go on
         self.cursor = 0
         self.record = record
+        self.looks_only = looks_only  # no drive: what the function asks for here is not written, so it tells of nothing
         self.steps: list[NewStep] = []
         self.resolved: list[tuple[int, CompensationSpec]] = []
         self.new_entries: list[Entry] = []  # in order of sequence, the steps of this decision included

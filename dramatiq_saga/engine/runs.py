@@ -380,7 +380,7 @@ def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int |
     unseen = _unseen(snapshot)
     if not unseen:
         return None, None
-    context = Replay(snapshot, now=engine.now(), settings=engine.settings)
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings, looks_only=True)
     try:
         decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
     except NeedsRecording:

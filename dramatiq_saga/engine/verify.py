@@ -112,7 +112,7 @@ def walk(
 
     Raises what a drive would hold the run for: :class:`HistoryMismatchError`, or the author's mistake.
     """
-    context = Replay(snapshot, now=now, settings=settings)
+    context = Replay(snapshot, now=now, settings=settings, looks_only=True)
     try:
         decision = replay(function, context, make_flow)
     except HoldRun as hold:

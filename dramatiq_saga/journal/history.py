@@ -92,7 +92,7 @@ class Line(NamedTuple):
     sequence: int | None = None
     name: str | None = None
     attempt: int | None = None
-    payload: bytes | None = None  # in stored form: previewed when written
+    payload: bytes | None = None  # in stored form: previewed when written, unless there is a detail
     error: str | None = None  # as ``codec.describe_error`` made it
     detail: str | None = None
     about: int | None = None  # a signal's id, for those who listen; not stored
@@ -115,7 +115,7 @@ def append(tx: Tx, run_id: str, now: int, lines: Sequence[Line], settings: Histo
 
 
 def _detail(line: Line, settings: History) -> str | None:
-    if line.payload is not None:
+    if line.payload is not None and line.detail is None:
         return preview(line.payload, settings.max_payload_preview_length) if settings.store_payloads else None
     if line.error is not None:
         error = load_error(line.error)

@@ -81,6 +81,21 @@ def varied(flow: Flow):
     flow.parallel(flow.action(mail, "a"), flow.action(mail, "b")).run()
     flow.sleep(3600)
 
+revisions = {"asks": True}
+
+@workflow
+def versed(flow: Flow):
+    flow.run(mail, "a")
+    if revisions["asks"]: flow.patched("terms")
+    flow.await_signal("go")
+    flow.run(mail, "b")
+
+@workflow
+def withdrawal(flow: Flow):
+    for item in ("a", "b", "c"):
+        flow.action(charge, item).compensate_with(refund, item).run()
+    flow.sleep(3600)
+
 @workflow
 def wide(flow: Flow, count: int):
     flow.parallel(*(flow.action(ship, number) for number in range(count))).max_in_flight(2).run()
@@ -643,6 +658,29 @@ def test_show_tells_what_stands_between_the_steps(shop: Shop, monkeypatch: pytes
     assert "EUR" not in hidden.out and "[7]" not in hidden.out and "side effect rate" in hidden.out
 
 
+def test_show_tells_which_way_a_run_goes_at_a_version_gate(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HISTORY-2: the recorded answer, in the text, in JSON and in the history; it is no payload, so SAFE-2 hides none of it."""
+    settings(shop, monkeypatch, {"history.store_payloads": "off"})
+    old = get_flow(shop("send", "versed").out.strip(), broker=shop.module.broker)
+    shop.module.revisions["asks"] = False  # the code before the change
+    shop.work_until(lambda: old.status == "waiting")
+    shop.module.revisions["asks"] = True
+    new = get_flow(shop("send", "versed").out.strip(), broker=shop.module.broker)
+    old.signal("go")
+    shop.work_until(lambda: new.status == "waiting" and old.status == "completed")
+    for run, answer, line in (
+        (new, "true", "passed: this run goes the new way"),
+        (old, "false", "passed before the change: this run goes the old way"),
+    ):
+        shown = shop("show", run.id, "--events")
+        assert re.search(rf"^ +[0-9]+  version gate terms +{line}$", shown.out, re.MULTILINE)
+        assert re.search(rf"side_effect\.recorded +[0-9]+ +terms +patched: {answer}$", shown.out, re.MULTILINE)
+        assert not any(line.startswith("      value") for line in shown.lines)
+        value = shop("show", run.id, "--events", "--json").value
+        assert [entry["value"] for entry in value["entries"] if entry["kind"] == "version gate"] == [answer]
+        assert [event["detail"] for event in value["events"] if event["name"] == "terms"] == [f"patched: {answer}"]
+
+
 def test_show_tells_how_the_members_of_a_block_stand(shop: Shop) -> None:
     """PAR-1: members stand under their block; of a large one only those that have something to say, unless all are asked for."""
     runs = [get_flow(shop("send", "wide", "--args", f"[{count}]").out.strip(), broker=shop.module.broker) for count in (3, 30)]
@@ -833,15 +871,55 @@ def test_cancel_compensate_says_what_is_undone_and_what_stands(shop: Shop) -> No
     run = shop.failed_once()
     done = shop("cancel", run.id, "--compensate", "--json")
     assert (done.value["status"], done.value["changed"]) == ("rolling_back", True)
-    assert done.value["undone"] == [{"sequence": 1, "actor": "charge", "by": "refund"}]
+    assert done.value["left"] == [{"sequence": 1, "name": "charge", "by": "refund"}]
+    assert (done.value["undone"], done.value["never"]) == ([], [])
     assert [step["sequence"] for step in done.value["stands"]] == [2]
     again = shop("cancel", run.id, "--compensate")
     assert again.lines[0] == f"run {run.id} is rolling back, and was before; it will end as cancelled"
+    assert again.lines[1:3] == ["to be undone:", "  1  charge, by refund"]
     refused = shop("cancel", run.id, "--keep")
     assert refused.status == 1
     assert "a cancel never interrupts a rollback" in refused.err
     shop.work_until(lambda: run.status == "cancelled")
-    assert shop("cancel", run.id, "--compensate").lines[:2] == [f"run {run.id} is cancelled, and was before", "undone:"]
+    done = shop("cancel", run.id, "--compensate")
+    assert done.lines[:3] == [f"run {run.id} is cancelled, and was before", "undone:", "  1  charge, by refund"]
+    assert (done.status, "to be undone:" in done.lines) == (0, False)
+
+
+def test_cancel_of_a_run_whose_rollback_halted_says_what_is_not_undone(shop: Shop) -> None:
+    """COMP-8, COMP-9: what has been undone, what has not and why, and what goes on with it; work that is to be undone and is not is
+    no success."""
+    run_id = shop("send", "withdrawal").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop.plan(refund=lambda order: fail() if order == "b" else None)
+    assert shop("cancel", run_id, "--compensate").lines[1:] == [
+        "to be undone:", "  3  charge, by refund", "  2  charge, by refund", "  1  charge, by refund",
+    ]  # fmt: skip
+    shop.work_until(lambda: run.status == "cancelled")
+    done = shop("cancel", run_id, "--compensate")
+    assert done.lines == [
+        f"run {run_id} is cancelled, and was before; its rollback halted, and not all of its work is undone",
+        "undone:",
+        "  3  charge, by refund",
+        "not undone:",
+        r"  2  charge, by refund: failed for good, ValueError: no \x1b[31mtruck\u202e",
+        "  1  charge, by refund: the rollback halted before it was done",
+        f"`dramatiq-saga resume-rollback {run_id}` goes on with it once the cause is mended",
+    ]
+    assert done.status == 1
+    value = shop("cancel", run_id, "--compensate", "--json").value
+    assert (value["rollback"], [step["sequence"] for step in value["undone"]]) == ("halted", [3])
+    assert [undo["sequence"] for undo in value["left"]] == [2, 1]
+    assert shop("cancel", run_id).status == 0  # to end it is all that was asked for
+    shop.plan(refund=lambda order: None)
+    assert shop("resume-rollback", run_id).lines[1:] == ["to be undone:", "  2  charge, by refund", "  1  charge, by refund"]
+    assert "to be undone:" in shop("cancel", run_id, "--compensate").lines
+    shop.work_until(lambda: run.rollback == "done")
+    done = shop("cancel", run_id, "--compensate")
+    assert (done.status, done.lines[1:]) == (
+        0, ["undone:", "  3  charge, by refund", "  2  charge, by refund", "  1  charge, by refund"],
+    )  # fmt: skip
 
 
 def test_a_step_that_is_at_work_counts_as_work(shop: Shop) -> None:

@@ -113,6 +113,12 @@ def test_the_facts_are_attributes(error: Any) -> None:
     assert all(hasattr(error, name) for name in names)
 
 
+def test_a_child_that_expired_is_told_with_its_deadline() -> None:
+    """CHILD-2."""
+    assert str(errors.ChildExpiredError("ship", "run-2", 5)) == "child ship run-2 (sequence 5) expired: its deadline passed"
+    assert str(errors.ChildExpiredError("ship", "run-2", 5, "why")).endswith("expired: its deadline passed (why)")
+
+
 def test_the_branches_hold_what_callers_catch() -> None:
     caught_in_workflows = {cls for cls in declared() if issubclass(cls, FlowError)}
     assert caught_in_workflows == {

@@ -615,6 +615,38 @@ def test_a_sound_workflow_passes_every_replay(shop: Shop, saga: SagaTester) -> N
     assert (good.status, bad.status, bad.rollback) == ("completed", "failed", "done")
 
 
+def test_the_checks_are_replays_to_the_function_and_its_logger_is_quiet_in_them(
+    shop: Shop, saga: SagaTester, journal: list[Any]
+) -> None:
+    """API Flow.logger, is_replaying: a line appears once per run, however often a test has it replayed."""
+    new = []
+
+    @workflow(broker=shop.broker)
+    def talks(flow: Flow) -> str:
+        flow.logger.info("begun")
+        new.append(("begun", flow.is_replaying))
+        flow.run(shop.ship_order, "1")
+        flow.logger.info("shipped")
+        new.append(("shipped", flow.is_replaying))
+        flow.sleep(60)
+        flow.logger.info("slept")
+        new.append(("slept", flow.is_replaying))
+        return "done"
+
+    saga.replay_every_step()
+    run = saga.start(talks)
+    saga.drain()
+    saga.advance(61)
+    assert run.result() == "done"
+    assert [line["event"] for line in journal if line.get("workflow") == "talks" and "run" in line] == [
+        "begun",
+        "shipped",
+        "slept",
+    ]
+    assert [name for name, replaying in new if not replaying] == ["begun", "shipped", "slept"]
+    assert [name for name, replaying in new if replaying].count("slept") >= 1  # the checks did walk over it
+
+
 def test_arguments_that_change_from_replay_to_replay_are_found(shop: Shop, saga: SagaTester) -> None:
     """HISTORY-1: a worker would not notice, since what was recorded is what runs."""
     numbers = iter(range(100))

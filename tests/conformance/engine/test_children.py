@@ -815,18 +815,27 @@ def test_the_command_line_says_what_becomes_of_children(lite: Application, comma
     options = parser.parse_args(["cancel", handle.id])
     with pytest.raises(RefusedError, match=r"run \S+ is under way: close policy fail"):
         options.run(operator, options)
+    lite.stop()
     options = parser.parse_args(["cancel", handle.id, command])
     lines = options.run(operator, options).lines
     found = lines[lines.index("its children:") + 1 :]
     undone = command == "--compensate"
     assert [line.partition(") ")[2] for line in found] == [
-        "had completed: undone by recall" if undone else "had completed: its work stands",
+        "had completed: to be undone by recall" if undone else "had completed: its work stands",
         "goes on by itself",
         "is rolled back, and ends as cancelled" if undone else "ends as cancelled, its work stands",
         "is rolled back, and ends as failed",
     ]
+    lite.start()
     eventually(lambda: [child_of(handle, sequence).status for sequence in (4, 5)] == ["cancelled", "failed"])
     assert child_of(handle, 3).status == "waiting"
+    if undone:
+        eventually(lambda: handle.rollback == "done")
+        lines = options.run(operator, options).lines
+        assert (
+            next(line.partition(") ")[2] for line in lines[lines.index("its children:") + 1 :])
+            == "had completed: undone by recall"
+        )
 
 
 def test_a_cancel_goes_down_to_the_last_of_twenty_levels_and_stops_at_an_abandoned_one(applications: Applications) -> None:

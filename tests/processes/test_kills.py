@@ -518,6 +518,7 @@ def park_and_retry(street: Street, effects: EffectLog, *, park: str | None = Non
         return [status for _, status, _ in street.steps(run)] == ["awaiting_retry"]
 
     first = street.worker(die_at=park)
+    first.wait_ready()
     run: str = street.shop.patient.send("order").id
     if park is not None:
         eventually(lambda: effects.count("killed"), because=f"a worker dies at {park!r}")
@@ -526,10 +527,15 @@ def park_and_retry(street: Street, effects: EffectLog, *, park: str | None = Non
     eventually(parked, 40, because="the step is parked")
     first.terminate()
     assert street.status(run) == "waiting"
+    second = None
+    if (
+        retry is not None
+    ):  # up before there is anything to do: Dramatiq's master waits for ever for a worker that dies as it boots
+        second = street.worker(die_at=retry)
+        second.wait_ready()
     effects.record("topped up")
     get_flow(run, broker=street.shop.broker).signal("top-up")
-    if retry is not None:
-        second = street.worker(die_at=retry)
+    if second is not None:
         eventually(lambda: effects.count("killed"), because=f"a worker dies at {retry!r}")
         second.wait()
     street.worker()

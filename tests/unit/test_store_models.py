@@ -119,7 +119,8 @@ def test_every_status_of_the_vocabulary_can_be_stored(store: Store) -> None:
             ended = 2 if status.is_terminal else None
             stored += insert(tx, "flow_runs", FLOW, id=f"r{index}", status=status, ended_at=ended, ends_as="failed")
         for index, step in enumerate(ActionStatus):
-            stored += insert(tx, "action_runs", ACTION, sequence=index, status=step, **done)
+            optional = {"optional": True, "given_up": True} if step == ActionStatus.OPTIONAL_FAILED else {}
+            stored += insert(tx, "action_runs", ACTION, sequence=index, status=step, **done, **optional)
         for index, compensation in enumerate(CompensationStatus):
             row = {
                 **{key: ACTION[key] for key in ("run_id", "actor", "queue", "tries", "claims", "repair_attempts", "created_at", "args")},

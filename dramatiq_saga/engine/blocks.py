@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..statuses import ParallelFailurePolicy
 from .rows import Group, step_message
+from .wakes import LOCK_RUN, WAKE, WAKE_SEEN
 
 if TYPE_CHECKING:
     from ..journal import history
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 #: How many members that are held back an outcome looks at to choose one: several outcomes at once choose different ones.
 CHOICE = 16
 
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _BLOCK = "SELECT policy, max_in_flight, failed_by, closed_early_at, ended_at FROM {blocks} WHERE run_id = ? AND sequence = ?"
 _MEMBER = "SELECT optional, retry_policy FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
@@ -42,20 +42,12 @@ RELEASE = (
     "UPDATE {action_runs} SET held_back = FALSE, sent_at = ?, repair_after = ? WHERE run_id = ? AND sequence = ? "
     "AND held_back = TRUE AND status = 'pending'"
 )
-_SEEN_AT_ONCE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, wakes_seen = wakes_seen + 1 "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
 _OPEN_IN_GROUP = f"SELECT 1 FROM {_OPEN} AND sequence BETWEEN ? AND ? LIMIT 1"
 _OPEN_STEP = f"SELECT 1 FROM {_OPEN} LIMIT 1"
 _OPEN_CHILD = "SELECT 1 FROM {children} WHERE run_id = ? AND block = ? AND ended_at IS NULL LIMIT 1"
 _OPEN_BLOCK = "SELECT 1 FROM {blocks} WHERE run_id = ? AND block = ? AND ended_at IS NULL LIMIT 1"
 _CLOSED_EARLY = (
     "UPDATE {blocks} SET closed_early_at = ? WHERE run_id = ? AND sequence = ? AND closed_early_at IS NULL AND ended_at IS NULL"
-)
-_WAKE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 
 
@@ -105,13 +97,13 @@ def settle_member(
 
         def record_member(tx: Tx) -> Standing:
             if tx.dialect != "sqlite":
-                tx.one(_LOCK_RUN, (member.run_id,))
+                tx.one(LOCK_RUN, (member.run_id,))
             standing = _look(tx, member, next_one)
             if not standing.landed:
                 return standing
             if not write(tx, now):
                 return Standing(closed_early=standing.closed_early)
-            tx.run(_SEEN_AT_ONCE, (member.run_id,))
+            tx.run(WAKE_SEEN, (member.run_id,))
             if next_one is not None:
                 sent_at = now if outbox.joined else None
                 tx.run(RELEASE, (sent_at, repair_after(engine, now), member.run_id, next_one[0]))
@@ -216,7 +208,7 @@ def called_back(
 
     def operation(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (run_id,))
+            tx.one(LOCK_RUN, (run_id,))
         row = tx.one(_BLOCK, (run_id, block))
         if row is None or row[4] is not None:
             return row is not None
@@ -225,7 +217,7 @@ def called_back(
             outbox.stage(tx)
             return False
         if all(tx.one(sql, (run_id, block)) is None for sql in (_OPEN_STEP, _OPEN_CHILD, _OPEN_BLOCK)):
-            tx.run(_WAKE, (now, run_id))
+            tx.run(WAKE, (now, run_id))
         return True
 
     if engine.write(operation, outbox):

@@ -24,6 +24,7 @@ from . import notify
 from .alarms import child_deadline
 from .replay import MovedOn
 from .rows import ChildEntry, Outgoing, Parent
+from .wakes import LOCK_RUN, WAKE, WAKE_SEEN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -48,7 +49,6 @@ _TAG = "INSERT INTO {tags} (run_id, name, value) VALUES (?, ?, ?)"
 _STARTED = "SELECT status FROM {flow_runs} WHERE id = ?"
 _PARKED = "SELECT status FROM {children} WHERE run_id = ? AND sequence = ?"
 
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _WAITS_FOR = (
     "SELECT p.id, c.sequence, p.workflow, p.queue, p.priority FROM {children} c JOIN {flow_runs} p ON p.id = c.run_id "
     "WHERE c.child_id = ? AND c.ended_at IS NULL AND c.status = 'running'"
@@ -64,15 +64,6 @@ _SENT_TO = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _SETTLE = (
     "UPDATE {children} SET status = ?, result = ?, error = ?, ended_at = ? "
     "WHERE run_id = ? AND sequence = ? AND child_id = ? AND status = 'running'"
-)
-_WAKE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
-# Every decision of the parent that is in the making loses, and no drive is called for.
-_WAKE_SEEN = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, wakes_seen = wakes_seen + 1 "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _LET_GO = "UPDATE {children} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND child_id = ? AND ended_at IS NULL"
 # A child that is rolling back has given up already, and what it held was closed when that began.
@@ -242,7 +233,7 @@ class Family:
     def lock(self, tx: Tx) -> None:
         """Lock the parent's row. Called before the run's own is locked: parents before children (DRIVE-7)."""
         if self.parent is not None and tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (self.parent.run_id,))
+            tx.one(LOCK_RUN, (self.parent.run_id,))
 
     def ended(
         self, tx: Tx, engine: Engine, status: str, *, workflow: str, now: int, result: bytes | None = None, error: str | None = None,
@@ -264,9 +255,9 @@ class Family:
         if not tx.run(_SETTLE, (status, result, error, now, parent.run_id, parent.sequence, self.run_id)):
             return
         if not self.quiet:
-            tx.run(_WAKE, (now, parent.run_id))
+            tx.run(WAKE, (now, parent.run_id))
         elif _is_quiet(tx, parent):
-            tx.run(_WAKE_SEEN, (parent.run_id,))
+            tx.run(WAKE_SEEN, (parent.run_id,))
         else:
             raise MovedOn
         line = history.Line(_WORDS[status], sequence=parent.sequence, name=workflow, payload=result, error=error)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..journal import history
 from . import notify
+from .wakes import LOCK_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -63,7 +64,6 @@ _READ_COMPENSATION = (
     f"SELECT {_COMPENSATION_COLUMNS} FROM {{compensation_runs}} c JOIN {{flow_runs}} f ON f.id = c.run_id "
     "WHERE c.run_id = ? AND c.sequence = ?"
 )
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _EARLIER = "e.ended_at IS NULL AND e.given_up = FALSE"
 # COMP-1: a message of an earlier attempt may still come after a resume, and must not be ahead of an earlier level.
 # test_a_message_that_comes_out_of_turn_undoes_nothing
@@ -198,7 +198,7 @@ class ClaimAttempt:
         engine, job = self.engine, self.job
         self._at = now = engine.now()
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
+            tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         marks = (now, engine.worker_id, self.delivery, now)
         params: tuple[object, ...]
         row: tuple[Any, ...] | None = None
@@ -278,9 +278,7 @@ def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
     """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
     if tx.dialect != "sqlite":
-        tx.one(
-            _LOCK_RUN, (claim.job.run_id,)
-        )  # DRIVE-7: a plan that is being written finds the step as it was, or as it is now
+        tx.one(LOCK_RUN, (claim.job.run_id,))  # DRIVE-7: a plan that is being written finds the step as it was, or as it is now
     if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
         return False
     kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED

@@ -30,6 +30,7 @@ from .claim import Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
 from .snapshot import load
+from .wakes import LOCK_RUN, WAKE
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -71,11 +72,6 @@ _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
 _FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs").replace(
     "next_try_at = ?", "next_try_at = ?, ended_at = CASE WHEN given_up = TRUE THEN ? ELSE NULL END"
 )
-_WAKE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-)
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _READ_ROW = "SELECT status, attempts, given_up, result, error, cycle FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 
@@ -223,7 +219,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         if family is not None:
             family.lock(tx)
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
+            tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
         if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
             return False
         sent_at = now if outbox.joined else None
@@ -262,10 +258,10 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
 
     def operation(tx: Tx) -> tuple[bool, bool]:
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (job.run_id,))
+            tx.one(LOCK_RUN, (job.run_id,))
         if not _write_outcome(tx, outcome, now):
             return False, _already(tx, outcome)
-        tx.run(_WAKE, (now, job.run_id))
+        tx.run(WAKE, (now, job.run_id))
         _set_lines(tx, outcome, lines)
         engine.record(tx, job.run_id, now, lines)
         if here:
@@ -374,7 +370,7 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
         # this failure and is drafted again, or has settled the step, and this report is refused.
         # test_a_plan_loses_to_a_failed_try_that_lands_while_it_is_written
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (job.run_id,))
+            tx.one(LOCK_RUN, (job.run_id,))
         if claim.block is not None and blocks.gets_no_further_try(tx, job.run_id, claim.block):
             return False, False
         moments = (now,) if job.kind == "step" else (now, now)

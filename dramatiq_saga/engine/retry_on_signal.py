@@ -30,6 +30,7 @@ from ..errors import (
 from ..journal import history
 from . import signals
 from .rows import BlockEntry, ChildEntry, ReceivedSignal, StepEntry
+from .wakes import WAKE
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -42,7 +43,6 @@ _OPEN = (
     "SELECT sequence, name, cycle FROM {waits} WHERE run_id = ? AND kind = 'retry' AND status = 'waiting' "
     "AND (due_at IS NULL OR due_at > ?) ORDER BY sequence{for_update}"
 )
-_WAKE = "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) WHERE id = ?"
 
 _DONE_ALREADY = qualified_name(ResultNotSerializableError)
 
@@ -256,7 +256,7 @@ def answer_all(engine: Engine, run_id: str, sender: Sender) -> int:
                 history.Line(history.SIGNAL_CONSUMED, sequence=sequence, name=name, about=number),
             ]
         if sent:
-            tx.run(_WAKE, (now, run_id))
+            tx.run(WAKE, (now, run_id))
             engine.record(tx, run_id, now, answer.lines)
             outbox.stage(tx)
             signals.tell_after_commit(tx, engine, run_id, str(run[0]), answer)

@@ -25,6 +25,7 @@ from ..errors import (
 from ..journal import history
 from . import notify
 from .rows import Outgoing
+from .wakes import LOCK_RUN, WAKE, WAKE_SEEN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -47,10 +48,6 @@ _TIME_OUT_WAIT = (
     "AND due_at <= ?"
 )
 _CONSUME = "UPDATE {signals} SET status = 'consumed', ended_at = ? WHERE id = ? AND run_id = ? AND status = 'received'"
-_LIVE = "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
-_WAKE = f"UPDATE {{flow_runs}} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) {_LIVE}"
-# Nothing waits for it, so nothing has to be driven; but whoever decides from an older history must find that it has grown.
-_PASS = f"UPDATE {{flow_runs}} SET wakes = wakes + 1, wakes_seen = wakes_seen + 1 {_LIVE}"
 
 #: Runs take signals in these statuses.
 SIGNALABLE = ("pending", "running", "waiting")
@@ -154,9 +151,9 @@ def deliver(tx: Tx, engine: Engine, signal: Signal) -> Answer:
             answer.lines.append(history.Line(history.SIGNAL_CONSUMED, sequence=sequence, name=signal.name, about=number))
             break
     if answer.drive:
-        tx.run(_WAKE, (now, signal.run_id))
+        tx.run(WAKE, (now, signal.run_id))
     else:
-        tx.run(_PASS, (signal.run_id,))
+        tx.run(WAKE_SEEN, (signal.run_id,))
     engine.record(tx, signal.run_id, now, answer.lines)
     return answer
 
@@ -211,7 +208,6 @@ def refusal(run_id: str, status: str) -> Exception:
 
 # --- from one run to another (SIG-3) ---------------------------------------------------------------------------------
 
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 _PARENT = "SELECT parent_id FROM {flow_runs} WHERE id = ?"
 
 
@@ -250,7 +246,7 @@ class FromRun:
         """Before anything else in the transaction. Of two runs that signal each other, one waits for the other at its first lock."""
         if tx.dialect != "sqlite":
             for run_id in self._order:
-                tx.one(_LOCK_RUN, (run_id,))
+                tx.one(LOCK_RUN, (run_id,))
 
     def deliver(self, tx: Tx) -> bytes:
         """Carry it out; the value to be recorded."""

@@ -23,6 +23,7 @@ from ..store.trouble import is_trouble
 from . import alarms, drive, notify, runs, signals
 from .replay import HoldRun
 from .snapshot import load
+from .wakes import WAKE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,10 +60,6 @@ _EXPIRE = (
 _CLOSE_RETRY_WAIT = (
     "UPDATE {waits} SET status = 'cancelled', ended_at = ? WHERE run_id = ? AND sequence = ? AND kind = 'retry' "
     "AND status = 'waiting'"
-)
-_WAKE = (
-    "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _SET_ALARM = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 _TAKE_UP = "UPDATE {flow_runs} SET timer_at = timer_last, timer_last = NULL WHERE id = ? AND timer_last = ?"
@@ -195,7 +192,7 @@ def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None,
         waits = sum(_end_wait(tx, run_id, wait, now, lines) for wait in found.waits)
         steps = sum(_end_step(tx, run_id, step, now, lines) for step in found.steps)
         if waits or steps:
-            tx.run(_WAKE, (now, run_id))
+            tx.run(WAKE, (now, run_id))
             engine.record(tx, run_id, now, lines)
             if here:
                 outbox.keep(tx)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import notify
 from ..engine.rows import Outgoing
+from ..engine.wakes import LOCK_RUN
 from ..errors import MessageNotSentError
 from ..journal import history
 
@@ -60,7 +61,6 @@ _TAKE_COMPENSATION = _TAKE.format(
 _RETURN = "UPDATE {%s} SET repair_attempts = repair_attempts - 1 WHERE run_id = ? AND sequence = ? AND attempts = ? AND repair_attempts = ?"
 _RETURN_STEP = _RETURN % "action_runs"
 _RETURN_COMPENSATION = _RETURN % "compensation_runs"
-_LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def send_again(engine: Engine, sender: Sender, *, row: Row, reason: str, repair_
 
     def take(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
-            tx.one(_LOCK_RUN, (row.run_id,))  # DRIVE-7: the run's row first
+            tx.one(LOCK_RUN, (row.run_id,))  # DRIVE-7: the run's row first
         if not _take(tx, row, repair_after=repair_after, sent_at=now if outbox.joined else None):
             return False
         if outbox.joined:

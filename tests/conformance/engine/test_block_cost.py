@@ -130,6 +130,8 @@ def test_a_block_of_children_is_driven_when_it_begins_and_when_the_last_has_ende
     cost = Cost(app)
     cost_of(app, cost, fan, 10)
     few, many = cost_of(app, cost, fan, 30), cost_of(app, cost, fan, 150)
-    print("transactions and statements per child:", [(there - here) / 120 for here, there in zip(few, many, strict=True)])
-    for here, there in zip(few, many, strict=True):
-        assert there <= 6 * here, (few, many)
+    # How many writes share a transaction is up to the moment; by itself each child takes the few that test_budget allows it.
+    transactions, statements = ((there - here) / 120 for here, there in zip(few, many, strict=True))
+    print("transactions and statements per child:", transactions, statements)
+    assert transactions <= 2.5, (few, many)
+    assert many[1] <= 5.25 * few[1], (few, many)

@@ -1,0 +1,20 @@
+"""Waking a run: what every module that tells a run of something says to its row (DRIVE-2, DRIVE-7).
+
+Whatever happens to a run raises its wake count in the transaction that records it: so a decision that was made without knowing of it
+loses. :data:`WAKE` leaves the wake unseen, and whoever uses it puts a drive behind it. :data:`WAKE_SEEN` raises both counts: nothing
+follows yet, so no drive is called for, and a decision in the making loses all the same. The run's row is locked before any other
+row of the run, where the database has row locks.
+"""
+
+from __future__ import annotations
+
+_LIVE = "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+
+#: Parameters: the run.
+LOCK_RUN = "SELECT revision FROM {flow_runs} WHERE id = ?{for_update}"
+
+#: Parameters: now, the run.
+WAKE = f"UPDATE {{flow_runs}} SET wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) {_LIVE}"
+
+#: Parameters: the run.
+WAKE_SEEN = f"UPDATE {{flow_runs}} SET wakes = wakes + 1, wakes_seen = wakes_seen + 1 {_LIVE}"

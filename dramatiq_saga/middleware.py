@@ -62,6 +62,7 @@ from .errors import (
 from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
+from .recovery.heartbeat import Heartbeat
 from .recovery.timer_loop import TimerLoop
 from .settings import Settings
 from .step import OPTION, Delivery, Runner, is_ours
@@ -138,6 +139,7 @@ class SagaMiddleware(Middleware):
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._timers: TimerLoop | None = None
+        self._heartbeat: Heartbeat | None = None
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
         made.add(self)
@@ -276,6 +278,7 @@ class SagaMiddleware(Middleware):
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
             self.engine(broker).store.prepare()
+            self._start_heartbeat(broker)
         except SagaError as error:
             if isinstance(error, MiddlewareError):
                 raise
@@ -289,6 +292,15 @@ class SagaMiddleware(Middleware):
                 meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
                 "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
             )
+
+    def _start_heartbeat(self, broker: Broker) -> None:
+        """Before the first message is taken, so that every claim has a heartbeat behind it (RECLAIM-5)."""
+        if not self.settings.reclaim.dead_workers.enabled:
+            return
+        with self._lock:
+            if self._heartbeat is None or self._heartbeat.pid != os.getpid():
+                self._heartbeat = Heartbeat(self.engine(broker))
+        self._heartbeat.start()
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """Where messages cannot carry what will be due, look for it from here (TIMER-1)."""
@@ -304,6 +316,11 @@ class SagaMiddleware(Middleware):
             self._timers.stop()
         if self._runner is not None:
             self._runner.stopping.set()
+
+    def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        """Its threads have ended, or been left behind: no claim is made any more (RECLAIM-5)."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     def before_worker_thread_shutdown(self, broker: Broker, thread: WorkerThread) -> None:
         self._close_thread()

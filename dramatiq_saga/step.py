@@ -30,7 +30,7 @@ from dramatiq.results import Results
 
 from .codec import decode, describe_error, encode
 from .context import Around, restorer
-from .engine import blocks, children, fence, runs, timers, undoing
+from .engine import blocks, children, fence, liveness, runs, timers, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
 from .engine.replay import forget_replay
@@ -134,8 +134,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind", "level", "message",
-        "retries", "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind", "lapses", "level",
+        "message", "retries", "retry_asked", "retry_sent", "run_id", "state",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -163,6 +163,7 @@ class Delivery:
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
+        self.lapses = 0  # of this process's heartbeat, when the claim was made
         self.body: Body | None = None
         self.around = Around()
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
@@ -262,9 +263,15 @@ class Runner:
             if delivery.interrupts:
                 self.put_back(delivery)
                 return
-            delivery.attempt = ClaimAttempt(self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery))
+            delivery.attempt = ClaimAttempt(
+                self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery), inline=self.inline
+            )
         claim = delivery.claim
         if claim is None:
+            heart = self._heart()
+            if heart is not None:  # a claim under a silent heartbeat could be taken over at once (RECLAIM-5)
+                self.persist(heart.freshen)
+                delivery.lapses = heart.lapses
             found = self.persist(delivery.attempt.run)
             if isinstance(found, Lost):
                 self._lost(delivery, found)
@@ -286,7 +293,7 @@ class Runner:
                 options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
             body = delivery.body = Body(lambda into: self._call(delivery, step, fn, into), None if self.inline else self.broker)
-        if body is not None and not body.started and claim.stale_at is not None and self.engine.now() >= claim.stale_at:
+        if body is not None and not body.started and self._may_be_taken_over(delivery, claim):
             # Stalled since the claim (a pause, a slow listener): another worker may have taken the row over, or even be done.
             # Claiming again tells, by the same statement. test_a_worker_that_stalls_between_claim_and_body_claims_again
             delivery.claim = delivery.body = None
@@ -304,6 +311,17 @@ class Runner:
         # Nothing interrupts this thread any more. test_an_interrupted_body_leaves_no_context_behind
         delivery.around.leave(body.error, logger=self.engine.settings.logging.logger, run_id=delivery.run_id)
         self._conclude(delivery, claim, body)
+
+    def _heart(self) -> liveness.Heart | None:
+        """What claims made here are judged by, if anything."""
+        return None if self.inline else liveness.heart_of(self.engine)
+
+    def _may_be_taken_over(self, delivery: Delivery, claim: Claim) -> bool:
+        """Whether the claim's reclaim deadline, or this process's lease, has run out since it was made."""
+        if claim.stale_at is not None and self.engine.now() >= claim.stale_at:
+            return True
+        heart = self._heart()
+        return heart is not None and (heart.lapses != delivery.lapses or heart.is_silent())
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
         """Claimed as often as allowed, and no worker has lived to report: it fails instead of killing one more (RECLAIM-6)."""
@@ -522,8 +540,8 @@ class Runner:
     def _go_on_rolling_back(self, lost: Lost) -> None:
         """A redelivery is a chance to send what a crash has left unsent, and the only one to see that an undo's worker is gone."""
         job = lost.job
-        vanished = job.kind == "compensation" and lost.orphaned and lost.retry_at is None
-        if vanished and not self.engine.settings.reclaim.dead_workers.enabled:
+        # with a lease behind it, there is a moment to try again
+        if job.kind == "compensation" and lost.orphaned and lost.retry_at is None:
             outcome = undoing.unfinished(job, lost.actor or "", lost.attempts or 0)
             undoing.settle(self.engine, outcome, self.sender, None)
         else:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from ..engine.liveness import is_watched
 from ..operations import Operator
 from ..report_entries import EntryReport, RetryReport
 from ..reports import CompensationReport, RunReport, StepReport
@@ -313,6 +314,8 @@ def _ended(row: Any) -> str:
 
 
 def _reclaim(row: Any, now: int) -> str:
+    if row.reclaim_stale_at is None and is_watched(row.worker_id):
+        return "and may be claimed again once its worker is not heard from for the lease"
     if row.reclaim_stale_at is None:
         return "and nothing will ever reclaim it (reclaim is off for it)"
     if row.reclaim_stale_at <= now:

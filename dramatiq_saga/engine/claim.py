@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..journal import history
-from . import notify
+from . import liveness, notify
 from .wakes import LOCK_RUN
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ RETRY_UNCOMMITTED_MS = 1_000
 
 _CLAIMABLE = (
     "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND reclaim_stale_at <= ?))"
+)
+# Where leases are on (RECLAIM-5), a text of its own; who is alive is asked of a row that is running, and of no other.
+_CLAIMABLE_LEASED = (
+    "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND (reclaim_stale_at <= ? "
+    f"OR ({liveness.dead_sql('worker_id')}))))"
 )
 _SET = (
     "status = 'running', attempts = attempts + 1, claims = claims + 1, started_at = ?, worker_id = ?, delivery = ?, "
@@ -76,6 +81,11 @@ _OUT_OF_TURN = (
     "SELECT 1 FROM {compensation_runs} e JOIN {compensation_runs} r ON r.run_id = e.run_id AND e.level < r.level "
     f"WHERE r.run_id = ? AND r.sequence = ? AND {_EARLIER} LIMIT 1"
 )
+
+_LEASED = {
+    sql: sql.replace(_CLAIMABLE, _CLAIMABLE_LEASED)
+    for sql in (_CLAIM_STEP, _CLAIM_STEP_RETURNING, _CLAIM_COMPENSATION, _CLAIM_COMPENSATION_IN_TURN)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +160,17 @@ class ClaimAttempt:
 
     ``delivery`` is written with the claim and names this attempt alone, so a rerun that finds it on a running row knows that
     the claim landed, and never takes a second one. It is looked for under the locks of the claim itself: a commit that nobody
-    knows about may still be on its way (test_a_claim_whose_commit_is_unknown_is_found_by_its_mark).
+    knows about may still be on its way (test_a_claim_whose_commit_is_unknown_is_found_by_its_mark). A claim made ``inline`` is
+    never judged by a heartbeat (RECLAIM-5).
     """
 
-    def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None) -> None:
+    def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None, inline: bool = False) -> None:
         self.engine = engine
         self.job = job
         self.delivery = f"{job.message_id}/{nonce}"[:64]
         self.time_limit_ms = time_limit_ms
+        self.inline = inline
+        self._lease: int | None = None  # when the lease behind a row ends that another worker holds
         self._at = 0
         self._told = False
 
@@ -199,28 +212,34 @@ class ClaimAttempt:
         self._at = now = engine.now()
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
-        marks = (now, engine.worker_id, self.delivery, now)
+        heart = None if self.inline else liveness.heart_of(engine)
+        marks = (now, engine.worker_id if heart is None else heart.id, self.delivery, now)
+        leases = liveness.is_on(engine.settings)
+        until = (now, liveness.horizon(engine, now)) if leases else (now,)
+        self._lease = None
         params: tuple[object, ...]
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            params = (*marks, limit, job.run_id, job.sequence, job.cycle, now, now, job.run_id)
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id)
             if tx.dialect == "mysql":
-                landed = tx.run(_CLAIM_STEP, params)
+                landed = tx.run(_LEASED[_CLAIM_STEP] if leases else _CLAIM_STEP, params)
             else:
-                row = tx.one(_CLAIM_STEP_RETURNING, params)
+                row = tx.one(_LEASED[_CLAIM_STEP_RETURNING] if leases else _CLAIM_STEP_RETURNING, params)
                 landed = row is not None
         else:
-            params = (*marks, job.run_id, job.sequence, now, now, job.run_id)
+            params = (*marks, job.run_id, job.sequence, *until, now, job.run_id)
             if tx.dialect != "mysql":
-                landed = tx.run(_CLAIM_COMPENSATION_IN_TURN, params)
+                landed = tx.run(_LEASED[_CLAIM_COMPENSATION_IN_TURN] if leases else _CLAIM_COMPENSATION_IN_TURN, params)
             elif tx.one(_OUT_OF_TURN, (job.run_id, job.sequence)):
                 landed = 0
             else:
-                landed = tx.run(_CLAIM_COMPENSATION, params)
+                landed = tx.run(_LEASED[_CLAIM_COMPENSATION] if leases else _CLAIM_COMPENSATION, params)
         row = row or self._read(tx)
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
+        elif leases and row is not None and row[7] == "running":
+            self._lease = liveness.lease_of(tx, engine, step=job.kind == "step", run_id=job.run_id, sequence=job.sequence)
         return row, bool(landed)
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
@@ -243,7 +262,7 @@ class ClaimAttempt:
         if row is None:
             return Lost(job, None, None, None, None, None, False, False, False)
         status, stale_at, delivery = row[7], row[8], row[9]
-        retry_at = stale_at if status == "running" else None
+        retry_at = self._free_at(row, stale_at) if status == "running" else None
         if job.kind == "compensation" and status == "pending" and row[19] is not None:
             retry_at = row[19]
         if job.kind == "step" and row[4] != job.cycle:
@@ -252,6 +271,18 @@ class ClaimAttempt:
         rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
         overdue = job.kind == "step" and row[18] is not None and row[18] <= self._at
         return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
+
+    def _free_at(self, row: tuple[Any, ...], stale_at: int | None) -> int | None:
+        """The earliest moment at which the row's worker may lose it: its reclaim deadline, or the end of its worker's lease."""
+        lease = self._lease
+        if lease is None:
+            return stale_at
+        wanted = row[15] in ("pending", "running", "waiting") if self.job.kind == "step" else row[20] == "running"
+        if not wanted:
+            return stale_at
+        if lease <= self._at:  # over already: not ours for another reason, which may pass
+            lease = self._at + RETRY_UNCOMMITTED_MS
+        return lease if stale_at is None else min(stale_at, lease)
 
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""

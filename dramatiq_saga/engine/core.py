@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..journal.anomalies import AnomalyLog
     from ..settings import Settings
     from ..store.database import Store, Tx
+    from .liveness import Heart
 
 T = TypeVar("T")
 
@@ -104,6 +105,7 @@ class Engine:
         self.workflows: dict[str, WorkflowDefinition] = {}
         self.cache = SnapshotCache()
         self.replay_cost: dict[str, float] = {}
+        self.heart: Heart | None = None  # where this process keeps a heartbeat (RECLAIM-5): see ``liveness.heart_of``
         self.queues: set[str] | None = None  # the queues that this process consumes; None: all
 
     def drives(self, workflow: str, queue: str) -> bool:

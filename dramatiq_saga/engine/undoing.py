@@ -29,7 +29,7 @@ from ..errors import (
     qualified_name,
 )
 from ..journal import history
-from . import children, notify
+from . import children, liveness, notify
 from .claim import Claim, Job
 from .rows import Group, Outgoing
 
@@ -64,7 +64,7 @@ _LEAVE = (
 _STATE = "SELECT status, attempts, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = ?"
 _ROWS = (
     "SELECT sequence, level, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at, "
-    "reclaim_stale_at FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
+    "reclaim_stale_at, worker_id FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
 )
 _RUN_STATE = (
     "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?"
@@ -141,11 +141,12 @@ class _Row(NamedTuple):
     not_before: int | None
     sent_at: int | None
     reclaim_stale_at: int | None
+    worker_id: str | None
 
-    @property
-    def left_alone(self) -> bool:
-        """At work, as far as anybody knows, and nothing will ever take it from its worker."""
-        return self.status == "running" and not self.given_up and self.reclaim_stale_at is None
+    def left_alone(self, engine: Engine) -> bool:
+        """At work, as far as anybody knows, and nothing will ever take it from its worker: no deadline, no lease (RECLAIM-5)."""
+        leased = liveness.is_on(engine.settings) and liveness.is_watched(self.worker_id)
+        return self.status == "running" and not self.given_up and self.reclaim_stale_at is None and not leased
 
     def settled(self, outcome: Outcome) -> _Row:
         if outcome.kind == "completed":
@@ -308,11 +309,10 @@ def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delive
     row when it comes. Rows that a reclaim will come back for, and rows between two tries, keep their level open.
     test_a_callback_that_meets_a_running_undo_ends_its_level
     """
-    if not engine.settings.reclaim.dead_workers.enabled:
-        for row in engine.store.read(lambda tx: _rows(tx, run_id)):
-            if row.level == level and row.left_alone:
-                job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
-                settle(engine, unfinished(job, row.actor, row.attempts), sender, None)
+    for row in engine.store.read(lambda tx: _rows(tx, run_id)):
+        if row.level == level and row.left_alone(engine):
+            job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
+            settle(engine, unfinished(job, row.actor, row.attempts), sender, None)
     advance(engine, run_id, sender, delivery)
 
 

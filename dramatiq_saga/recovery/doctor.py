@@ -2,7 +2,8 @@
 
 * R1: a ``pending`` step or compensation whose message is lost, and one between two tries whose next try never came.
 * R2: a run with wakes that no drive has seen.
-* R3: a ``running`` row past its reclaim deadline; the claim decides, the doctor only sends the message that asks for it.
+* R3: a ``running`` row past its reclaim deadline, or of a dead worker (RECLAIM-5); the claim decides, the doctor only sends the
+  message that asks for it.
 
 Every action repeats in its ``UPDATE`` the state that the listing observed; zero rows means that somebody was first, which is
 counted and nothing more (DOCTOR-2). Each row has a budget of ``repair.max_attempts`` and a pause between two of them; what has
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from ..codec import describe_error
-from ..engine import fence, undoing
+from ..engine import fence, liveness, undoing
 from ..engine.claim import Job
 from ..engine.rows import Outgoing
 from ..errors import MessageNotSentError, StoreError, UnknownActorError
@@ -30,7 +31,7 @@ from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, WANTED, Row, read, sel
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
-    from ..settings import Repair
+    from ..settings import Repair, Settings
     from ..store.database import Tx
 
 #: So many messages in a row that the broker did not take end a rule's pass: the broker is down, and each try costs time.
@@ -63,14 +64,17 @@ class Rule:
     order: str
     reason: str
     grace: bool = True  # the horizon lies repair.grace_seconds back; otherwise it is now
+    leases: bool = False  # a rule of RECLAIM-5: its horizons are now, and the lease's
 
     @property
     def condition(self) -> str:
         """Everything but the budget."""
         return f"{self.where} AND {WANTED[self.kind]}"
 
-    def horizon(self, repair: Repair, now: int) -> tuple[int, ...]:
-        """The parameters of :attr:`where`."""
+    def horizon(self, repair: Repair, now: int, silent: int) -> tuple[int, ...]:
+        """The parameters of :attr:`where`. ``silent``: whoever was last heard from then, or before, counts as dead."""
+        if self.leases:
+            return now, silent
         moment = now - int(repair.grace_seconds * 1000) if self.grace else now
         return (moment,) * self.where.count("?")
 
@@ -98,8 +102,18 @@ _UNDO_STALE = Rule(
     "R3: its reclaim deadline has passed", grace=False,
 )  # fmt: skip
 
+_ORPHANED = (
+    f"r.{LIVE} AND r.status = 'running' AND (r.reclaim_stale_at IS NULL OR r.reclaim_stale_at > ?) "
+    f"AND {liveness.dead_sql('r.worker_id')}"
+)
+_STEP_ORPHANED = Rule("R3", STEP, _ORPHANED, "r.created_at", "R3: its worker has not been heard from", grace=False, leases=True)
+_UNDO_ORPHANED = Rule(
+    "R3", COMPENSATION, _ORPHANED, "r.created_at", "R3: its worker has not been heard from", grace=False, leases=True
+)
+
 #: R1 and R3; R2 is about runs.
 ROW_RULES = (_NEVER_STARTED, _UNDO_NEVER_STARTED, _STEP_NEVER_RETRIED, _UNDO_NEVER_RETRIED, _STEP_STALE, _UNDO_STALE)
+LEASE_RULES = (_STEP_ORPHANED, _UNDO_ORPHANED)
 
 
 @dataclass(slots=True)
@@ -135,6 +149,11 @@ class StuckRun:
     repair_attempts: int
 
 
+def row_rules(settings: Settings) -> tuple[Rule, ...]:
+    """R1 and R3, as far as the settings have them."""
+    return ROW_RULES + LEASE_RULES if liveness.is_on(settings) else ROW_RULES
+
+
 def repair(engine: Engine, sender: Sender) -> RepairReport:
     """One pass of R1, R2 and R3, each as far as its switch and ``repair.batch_size`` go, the oldest first.
 
@@ -142,7 +161,7 @@ def repair(engine: Engine, sender: Sender) -> RepairReport:
     """
     report = RepairReport()
     settings = engine.settings.repair
-    for rule in ROW_RULES:
+    for rule in row_rules(engine.settings):
         if switched_on(settings, rule.name):
             _each(engine, report, find(engine, rule), partial(_treat, engine, sender, report, rule))
     if settings.wake_stuck_flows:
@@ -187,7 +206,7 @@ def find(engine: Engine, rule: Rule) -> list[Row]:
     """The rows that a rule would treat now, the oldest first, at most ``repair.batch_size``."""
     repair, now = engine.settings.repair, engine.now()
     sql = select(rule.kind, f"{rule.condition} AND {_IN_BUDGET}", order=rule.order, limit=" LIMIT ?")
-    params = (*rule.horizon(repair, now), repair.max_attempts, now, repair.batch_size)
+    params = (*rule.horizon(repair, now, liveness.horizon(engine, now)), repair.max_attempts, now, repair.batch_size)
     return engine.store.read(lambda tx: read(tx, rule.kind, sql=sql, params=params))
 
 
@@ -264,18 +283,19 @@ def spent(engine: Engine) -> dict[str, int]:
     return dict(_count(engine, f" AND {_SPENT}", engine.settings.repair.max_attempts, engine.now()))
 
 
-def list_spent(tx: Tx, repair: Repair, *, now: int, limit: int) -> Iterator[tuple[str, str, int, int | None, str, int]]:
+def list_spent(tx: Tx, settings: Settings, *, now: int, limit: int) -> Iterator[tuple[str, str, int, int | None, str, int]]:
     """What has spent its repairs, one by one: rule, run, since when, sequence (``None``: the run itself), actor, repairs.
 
     At most ``limit`` of each rule.
     """
+    repair, silent = settings.repair, now - liveness.lease_ms(settings)
     budget = (repair.max_attempts, now, limit)
-    for rule in ROW_RULES:
+    for rule in row_rules(settings):
         sql = (
             f"SELECT r.run_id, r.created_at, r.sequence, r.actor, r.repair_attempts FROM {{{TABLES[rule.kind]}}} r "
             f"WHERE {rule.condition} AND {_SPENT} ORDER BY {rule.order} LIMIT ?"
         )
-        for run_id, since, sequence, actor, repairs in tx.all(sql, (*rule.horizon(repair, now), *budget)):
+        for run_id, since, sequence, actor, repairs in tx.all(sql, (*rule.horizon(repair, now, silent), *budget)):
             yield rule.name, run_id, since, sequence, actor, repairs
     sql = (
         "SELECT r.id, r.woken_at, r.workflow, r.repair_attempts FROM {flow_runs} r "
@@ -288,8 +308,12 @@ def list_spent(tx: Tx, repair: Repair, *, now: int, limit: int) -> Iterator[tupl
 def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int]]:
     repair, now = engine.settings.repair, engine.now()
     statements = [
-        (rule.name, f"SELECT COUNT(*) FROM {{{TABLES[rule.kind]}}} r WHERE {rule.condition}{budget}", rule.horizon(repair, now))
-        for rule in ROW_RULES
+        (
+            rule.name,
+            f"SELECT COUNT(*) FROM {{{TABLES[rule.kind]}}} r WHERE {rule.condition}{budget}",
+            rule.horizon(repair, now, liveness.horizon(engine, now)),
+        )
+        for rule in row_rules(engine.settings)
     ]
     woken = (now - int(repair.grace_seconds * 1000),)
     statements.append(("R2", f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {_UNSEEN}{budget}", woken))
@@ -319,7 +343,7 @@ def _unknown(engine: Engine) -> list[Row]:
     markers = ", ".join("?" * len(known))
     of_known = f"EXISTS (SELECT 1 FROM {{flow_runs}} w WHERE w.id = r.run_id AND w.workflow IN ({markers}))"
     for rule in (_NEVER_STARTED, _UNDO_NEVER_STARTED):
-        params = (*rule.horizon(repair, now), repair.max_attempts, now, *known)
+        params = (*rule.horizon(repair, now, liveness.horizon(engine, now)), repair.max_attempts, now, *known)
         where = f"{rule.condition} AND {_SPENT} AND {of_known}"
         actors = f"SELECT DISTINCT r.actor FROM {{{TABLES[rule.kind]}}} r WHERE {where}"
         rows = select(rule.kind, f"{where} AND r.actor = ?", order=rule.order, limit=" LIMIT ?")

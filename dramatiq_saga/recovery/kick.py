@@ -2,7 +2,8 @@
 
 One transaction refills the budgets of the run and of its unfinished rows, raises the run's wake count and writes, or notes, the
 messages; so the kick itself cannot be lost: what it asked for and what did not go out is the doctor's again. It never makes a
-``running`` row claimable: without a passed reclaim deadline that row is left to its worker, and the report says so.
+``running`` row claimable: without a passed reclaim deadline, or a dead worker (RECLAIM-5), that row is left to its worker, and the
+report says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine import notify
+from ..engine import liveness, notify
 from ..engine.rows import Outgoing
 from ..errors import FlowNotFoundError
 from ..journal import history
@@ -101,7 +102,8 @@ def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
         if status not in ("pending", "running", "waiting") and rollback != "running":
             return KickReport(run_id, workflow, status, rollback, driven=False)
         now = engine.now()
-        parked = [(row, _left(row, now)) for row in rows]
+        leases = _leases(engine, rows)
+        parked = [(row, _left(row, now, leases.get((row.kind, row.sequence)))) for row in rows]
         waited_for = [(child, _left_child(child)) for child in children]
         report = KickReport(
             run_id, workflow, status, rollback, driven=True,
@@ -149,9 +151,30 @@ def _left_child(child: _Child) -> str | None:
     return None
 
 
-def _left(row: Row, now: int) -> str | None:
-    """Why this row is sent nothing."""
-    if row.status == "running":
+def _leases(engine: Engine, rows: list[Row]) -> dict[tuple[str, int], int]:
+    """The moments at which the leases behind those of the rows end that are running under one (RECLAIM-5)."""
+    running = [row for row in rows if row.status == "running"]
+    if not running or not liveness.is_on(engine.settings):
+        return {}
+
+    def look(tx: Tx) -> dict[tuple[str, int], int]:
+        found = {
+            (row.kind, row.sequence): liveness.lease_of(
+                tx, engine, step=row.kind == STEP, run_id=row.run_id, sequence=row.sequence
+            )
+            for row in running
+        }
+        return {key: moment for key, moment in found.items() if moment is not None}
+
+    return engine.store.read(look)
+
+
+def _left(row: Row, now: int, lease: int | None) -> str | None:
+    """Why this row is sent nothing; ``lease`` is when the lease behind it ends."""
+    if row.status == "running" and lease is not None:
+        if lease > now and (row.reclaim_stale_at is None or row.reclaim_stale_at > now):
+            return "it is running, and its worker has been heard from within the lease"
+    elif row.status == "running":
         if row.reclaim_stale_at is None:
             return "it is running, and nothing says when its worker may be given up (reclaim is off for it)"
         if row.reclaim_stale_at > now:

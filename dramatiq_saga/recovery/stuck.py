@@ -105,7 +105,7 @@ def _find(
         yield run_id, "overdue", at, reason, "deploy code that fits its history, or cancel"
     for run_id, at, times, error in tx.all(_HELD, (limit,)):
         yield run_id, "held", at, f"held ({times} so far){_because(error)}", "deploy code that fits its history (verify)"
-    for rule, run_id, at, sequence, actor, repairs in list_spent(tx, settings.repair, now=now, limit=limit):
+    for rule, run_id, at, sequence, actor, repairs in list_spent(tx, settings, now=now, limit=limit):
         what = f"step {sequence} {actor}" if sequence is not None else "its drive"
         yield run_id, "repairs_spent", at, f"{what}: {repairs} repairs of {rule} are spent", "kick"
     for kind, sql in _NEVER.items():

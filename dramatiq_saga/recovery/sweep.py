@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..engine import liveness
 from ..store.models import LIVE
 from . import doctor
 from .monitor import MonitorReport, monitor
@@ -78,10 +79,12 @@ def sweep(engine: Engine, sender: Sender) -> SweepReport:
 
 
 def never_reclaimed(engine: Engine) -> int:
-    """``running`` rows older than an hour that have no reclaim deadline (RECLAIM-4): they wait for a human."""
+    """``running`` rows older than an hour with no reclaim deadline, and no lease behind them (RECLAIM-4): they wait for a human."""
+    unleased = f" AND NOT ({liveness.watched_sql('r.worker_id')})" if liveness.is_on(engine.settings) else ""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {NEVER_RECLAIMED} AND {WANTED[kind]}" for kind in (STEP, COMPENSATION)
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {NEVER_RECLAIMED}{unleased} AND {WANTED[kind]}"
+        for kind in (STEP, COMPENSATION)
     ]
 
     def count(tx: Tx) -> int:

@@ -57,6 +57,7 @@ WRITES = {
     "start": "start.<locals>.operation",
     "signal": "send.<locals>.operation",
     "timers": "_end.<locals>.operation",
+    "beat": "Heartbeat.beat.<locals>.operation",
     "alarm": "_set_alarm_once.<locals>.operation",
 }
 

@@ -598,6 +598,8 @@ def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
     assert "running: try 2 of 4 since " in running
     assert "and nothing will ever reclaim it (reclaim is off for it)" in running
     assert "worker w-1, claim 2" in running
+    shop.sql("UPDATE saga_action_runs SET worker_id = 'beat:w-1' WHERE sequence = 3")
+    assert "may be claimed again once its worker is not heard from for the lease" in shop("show", run.id).out  # RECLAIM-5
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 9999999999999 WHERE sequence = 3")
     assert "may be claimed again at 2286-11-20 17:46:39.999Z (in " in shop("show", run.id).out
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 1 WHERE sequence = 3")

@@ -11,7 +11,7 @@ from typing import Any
 import dramatiq.worker
 import pytest
 
-from dramatiq_saga import Flow
+from dramatiq_saga import Flow, Settings
 from tests.support.application import Application, Applications
 
 #: Write transactions per sequential step, from its scheduling to the next one's: its claim, and its outcome with all that follows
@@ -93,6 +93,31 @@ def test_a_step_costs_two_transactions_and_few_statements(lone: Application) -> 
     print("transactions and statements per step:", per_step[:2])
     assert per_step[0] <= TRANSACTIONS_PER_STEP, "\n".join(cost.statements[-40:])
     assert per_step[1] <= STATEMENTS_PER_STEP, "\n".join(cost.statements[-40:])
+
+
+def test_leases_cost_no_statement_per_step(applications: Applications, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RECLAIM-5: who lives is asked within the claim's own statement. The beats are an hour apart here, so none is counted."""
+    monkeypatch.setattr(dramatiq.worker, "QUEUE_PREFETCH", 1)
+    leases = {"reclaim.dead_workers": {"enabled": True, "lease_seconds": 4 * 3600}}
+    costs = []
+    for settings in (Settings(), Settings.from_mapping(leases)):
+        app = applications("sqlite", settings=settings)
+        step = app.step("step", gives=1)
+
+        @app.workflow
+        def steps(flow: Flow, number: int, step: Any = step) -> int:
+            return sum(flow.run(step) for _ in range(number))
+
+        app.start(threads=1)
+        cost = Cost(app)
+        cost_of(app, cost, steps, 3)
+        cost_of(app, cost, steps, 10)
+        few = [statement for statement in cost.work if "workers" in statement]
+        costs.append((len(few), sum("action_runs" in statement for statement in cost.work)))
+        assert not [statement for statement in few if not statement.lstrip().startswith("UPDATE")]
+    (without, plain), (asked, leased) = costs
+    assert (without, asked) == (0, 10)
+    assert leased == plain
 
 
 def test_starting_and_ending_a_run_costs_a_handful_of_transactions(lone: Application) -> None:

@@ -1,0 +1,105 @@
+"""Whether the worker behind a ``running`` row still lives (RECLAIM-5): what the claim, the doctor and a kick ask in their statements.
+
+A worker process that keeps a heartbeat (``recovery/heartbeat.py``) claims under an id that begins with :data:`WATCHED`. Only such
+claims are ever judged: those of a process without a heartbeat (``run_sync``, a worker with the setting off) are left to their own
+reclaim deadline, as without leases. A watched worker counts as dead once its row in ``workers`` is as old as the lease, or gone.
+
+Who else may be here: the heartbeat itself, an instant after a claim has judged its worker dead. Then both may run the body, and the
+fence refuses the first one's outcome: a lease saves waiting, it is not what keeps a step from being recorded twice (FENCE-1).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+    from ..store.database import Tx
+    from .core import Engine
+
+#: How the id of a worker process begins that keeps a heartbeat row. No host name has a colon.
+WATCHED = "beat:"
+
+_SEEN = (
+    "SELECT r.worker_id, w.seen_at FROM {%s} r LEFT JOIN {workers} w ON w.id = r.worker_id "
+    "WHERE r.run_id = ? AND r.sequence = ? AND r.status = 'running'"
+)
+_SEEN_STEP = _SEEN % "action_runs"
+_SEEN_COMPENSATION = _SEEN % "compensation_runs"
+
+
+def watched_sql(column: str) -> str:
+    """A row's condition: it was claimed under a heartbeat. ``column`` is the row's ``worker_id``; never NULL."""
+    return f"SUBSTR(COALESCE({column}, ''), 1, {len(WATCHED)}) = '{WATCHED}'"
+
+
+def dead_sql(column: str) -> str:
+    """A row's condition: its worker is dead. The marker stands for :func:`horizon`. To be asked of ``running`` rows only."""
+    return f"{watched_sql(column)} AND NOT EXISTS (SELECT 1 FROM {{workers}} w WHERE w.id = {column} AND w.seen_at > ?)"
+
+
+class Heart(Protocol):
+    """A process's heartbeat, as the claims of that process know it."""
+
+    #: What claims are made under.
+    id: str
+    #: The process that it beats in; a fork's claims are not its own.
+    pid: int
+    #: How often it has been silent for so long that others may have taken this process for dead.
+    lapses: int
+    #: The moment before which this process takes nobody for dead: after a silence of its own, the others may have been cut off as well.
+    judges_from: int
+
+    def is_silent(self) -> bool:
+        """Whether it is silent for that long now."""
+        ...
+
+    def freshen(self) -> None:
+        """Beat at once where it is silent; raises ``StoreError`` where the store refuses."""
+        ...
+
+
+def is_on(settings: Settings) -> bool:
+    """Whether dead workers' rows may be claimed (``reclaim.dead_workers.enabled``)."""
+    return settings.reclaim.dead_workers.enabled
+
+
+def heart_of(engine: Engine) -> Heart | None:
+    """This process's heartbeat; ``None`` where it keeps none."""
+    heart = engine.heart
+    return heart if heart is not None and heart.pid == os.getpid() else None
+
+
+def lease_ms(settings: Settings) -> int:
+    """``reclaim.dead_workers.lease_seconds``, in milliseconds."""
+    return int(settings.reclaim.dead_workers.lease_seconds * 1000)
+
+
+def horizon(engine: Engine, now: int) -> int:
+    """Whoever was last seen then, or before, counts as dead.
+
+    Once a database can be reached again, nobody has been heard from: a process that was cut off gives the others one lease to come
+    back. test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet
+    """
+    heart = heart_of(engine)
+    return -1 if heart is not None and now < heart.judges_from else now - lease_ms(engine.settings)
+
+
+def is_watched(worker_id: str | None) -> bool:
+    """Whether a claim under this id is ever judged by its worker's heartbeat."""
+    return worker_id is not None and worker_id.startswith(WATCHED)
+
+
+def lease_of(tx: Tx, engine: Engine, *, step: bool, run_id: str, sequence: int) -> int | None:
+    """The moment at which the lease behind a ``running`` row ends if its worker is not heard from again.
+
+    ``None`` where there is no lease behind it; 0 where the heartbeat row has vanished.
+    """
+    if not is_on(engine.settings):
+        return None
+    row = tx.one(_SEEN_STEP if step else _SEEN_COMPENSATION, (run_id, sequence))
+    if row is None or not is_watched(row[0]):
+        return None
+    heart = heart_of(engine)
+    return 0 if row[1] is None else max(int(row[1]) + lease_ms(engine.settings), 0 if heart is None else heart.judges_from)

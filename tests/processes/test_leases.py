@@ -1,0 +1,84 @@
+"""Leases, with real workers that are really killed or stopped (RECLAIM-5): nothing of what follows needs a sweep or a window."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.effects import EffectLog
+from tests.support.field import Field
+from tests.support.gates import Gates
+from tests.support.processes import Process
+from tests.support.waiting import eventually
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def leased(
+    request: pytest.FixtureRequest, make_field: Callable[..., Field], sqlite_path: Path, effects: EffectLog, gates: Gates
+) -> Field:
+    """An application whose workers have leases of two seconds; its messages are delivered again after one. Reclaim and repair are off."""
+    address = f"sqlite:///{sqlite_path}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+    field = make_field(address)
+    field.settings(reclaim__dead_workers__enabled=True, reclaim__dead_workers__lease_seconds=2)
+    field.set(retry_after=1)
+    return field
+
+
+def heartbeats(field: Field) -> int:
+    return field.count("SELECT COUNT(*) FROM {workers}")
+
+
+def test_a_killed_workers_step_runs_again_on_another_worker(leased: Field, effects: EffectLog, gates: Gates) -> None:
+    """RECLAIM-5, CLAIM-2: kill -9 in the middle of a body; the message alone brings the step back. And an orderly stop leaves no row."""
+    run = leased.send("job", "gate")
+    victim = leased.worker(threads=1)
+    gates.wait_reached("work-gate")
+    survivor = leased.worker(threads=1)
+    victim.kill()
+    gates.open("work-gate")
+    leased.wait_ended(run)
+    row = leased.step(run).row
+    assert (row.attempts, row.reclaim_stale_at) == (2, None)
+    assert effects.names() == ["work", "work", "work ended"]
+    assert heartbeats(leased) == 2
+    assert survivor.terminate() == 0
+    assert heartbeats(leased) == 1
+
+
+def test_a_living_workers_step_outlives_many_leases(leased: Field, effects: EffectLog, gates: Gates) -> None:
+    """RECLAIM-5: a long step needs no tuning; a second delivery of its message loses its claim for as long as the worker beats."""
+    leased.settings(reclaim__dead_workers__enabled=True, reclaim__dead_workers__lease_seconds=2, repair__enabled=True)
+    run = leased.send("job", "gate")
+    leased.worker(threads=1)
+    gates.wait_reached("work-gate")
+    seen = leased.count("SELECT seen_at FROM {workers}")
+    eventually(lambda: leased.count("SELECT seen_at FROM {workers}") > seen + 4_000, because="two leases have gone by")
+    swept = leased.done("sweep")
+    assert (swept["repair"]["reclaims"], leased.done("kick", run)["sent"]) == (0, [])
+    gates.open("work-gate")
+    leased.wait_ended(run)
+    assert effects.names() == ["work", "work ended"]
+
+
+def test_a_stopped_worker_that_goes_on_is_refused(leased: Field, effects: EffectLog, gates: Gates) -> None:
+    """RECLAIM-5, FENCE-1: another worker has run the step meanwhile; the late outcome is not recorded."""
+    run = leased.send("job", "gate")
+    paused = leased.worker(threads=1)
+    gates.wait_reached("work-gate")
+    group: Process = paused
+    os.killpg(group.pid, signal.SIGSTOP)
+    try:
+        gates.open("work-gate")
+        leased.worker(threads=1)
+        leased.wait_ended(run)
+        ended = leased.step(run).row
+    finally:
+        os.killpg(group.pid, signal.SIGCONT)
+    paused.wait_for_output("outcome_rejected")
+    row = leased.step(run).row
+    assert (row.status, row.attempts, row.ended_at) == ("completed", 2, ended.ended_at)
+    assert effects.count("work") == 2

@@ -1,0 +1,457 @@
+"""Leases of worker processes: who takes over from whom, and when (RECLAIM-5).
+
+Benches keep a heartbeat that beats when the test says so, on a clock that moves when the test says so; a worker is dead once nobody
+beats for it. The lease is a minute long.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dramatiq_saga import Settings
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import liveness, undoing
+from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Lost
+from dramatiq_saga.errors import StoreError
+from dramatiq_saga.events import ActionStarted, subscribe, unsubscribe
+from dramatiq_saga.recovery import doctor
+from dramatiq_saga.recovery.heartbeat import FORGOTTEN_MS, Heartbeat
+from dramatiq_saga.recovery.kick import kick
+from dramatiq_saga.recovery.sweep import LONG_RUNNING_MS, never_reclaimed
+from dramatiq_saga.step import Delivery
+from tests.races.conftest import MakeBench, Shop
+from tests.races.test_interleavings import Doorstep, at_first_step
+from tests.support.bench import Background, Bench
+
+every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+
+LEASES = Settings.from_mapping({"reclaim.dead_workers.enabled": True, "repair.enabled": True})
+
+
+def alive(make: MakeBench, settings: Settings = LEASES) -> tuple[Bench, Heartbeat]:
+    """A worker that has just been heard from."""
+    worker = make(settings=settings)
+    heart = Heartbeat(worker.engine)
+    heart.enter()
+    return worker, heart
+
+
+def claim(worker: Bench, message: Any) -> Claim | Lost:
+    """What a delivery finds that claims this, and does nothing more; each is another one."""
+    job = Delivery(message).job
+    assert job is not None
+    return ClaimAttempt(worker.engine, job, nonce=secrets.token_hex(4)).run()
+
+
+def undoing_step(worker: Bench) -> tuple[str, Any]:
+    """A run whose only finished step is being undone: its id, and the message of the undo."""
+    run, message = at_first_step(worker)
+    worker.deliver(message)
+    worker.sender.queue.clear()
+    worker.compensate(run)
+    return run, worker.message(worker.take())
+
+
+def workers(worker: Bench) -> list[str]:
+    return [row[0] for row in worker.all("SELECT id FROM {workers}")]
+
+
+# --- the claim -------------------------------------------------------------------------------------------------------
+
+
+@every_database
+@pytest.mark.parametrize("begin", [at_first_step, undoing_step], ids=["step", "undo"])
+def test_a_row_is_claimable_once_its_worker_has_been_silent_for_the_lease(
+    bench: MakeBench, shop: Shop, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]]
+) -> None:
+    """RECLAIM-5, CLAIM-2: not before; whoever loses until then is told the earliest moment at which it may be."""
+    first, _ = alive(bench)
+    second, heart = alive(bench)
+    _, message = begin(first)
+    before = len(shop.ran)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(30)
+    heart.beat()
+    clock.advance(29.999)
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 1
+    clock.advance(0.001)
+    assert second.deliver(message).state == "done"
+    assert len(shop.ran) == before + 1
+
+
+@every_database
+def test_a_worker_that_is_heard_from_keeps_its_row(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-5: for as long as it beats, however long its step takes; no deadline of the row's own is needed."""
+    first, heart = alive(bench)
+    second, other = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    for _ in range(5):
+        clock.advance(40)
+        heart.beat()
+        other.beat()
+        lost = claim(second, message)
+        assert isinstance(lost, Lost)
+        assert lost.retry_at == clock.now() + 60_000
+    assert first.step(run) == ("running", 1)
+    assert shop.ran == []
+
+
+def test_a_row_of_a_worker_whose_heartbeat_row_has_vanished_is_claimable_at_once(bench: MakeBench, shop: Shop) -> None:
+    """RECLAIM-5: a vanished heartbeat row counts as not heard from."""
+    first, heart = alive(bench)
+    second, _ = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    first.store.write(lambda tx: tx.run("DELETE FROM {workers} WHERE id = ?", (heart.id,)))
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+
+
+@pytest.mark.parametrize("way", ["no heartbeat", "inline", "a forked child"])
+def test_a_claim_without_a_heartbeat_of_its_own_is_never_judged(
+    bench: MakeBench, shop: Shop, clock: ManualClock, way: str
+) -> None:
+    """RECLAIM-5, SYNC-1: run_sync, a worker with the setting off and a fork keep none, and so nobody can say that they are dead."""
+    first = bench(settings=LEASES)
+    if way != "no heartbeat":
+        Heartbeat(first.engine).enter()
+    if way == "a forked child":
+        assert first.engine.heart is not None
+        first.engine.heart.pid = os.getppid()
+    run, message = at_first_step(first)
+    job = Delivery(message).job
+    assert job is not None
+    assert isinstance(ClaimAttempt(first.engine, job, nonce="here", inline=way == "inline").run(), Claim)
+    clock.advance(1_000_000)
+    second, _ = alive(bench)
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at is None
+    assert doctor.repair(second.engine, second.sender).repaired == 0
+    assert never_reclaimed(second.engine) == 1
+    assert first.step(run) == ("running", 1)
+
+
+def test_with_the_setting_off_a_dead_workers_row_is_left_alone(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-1, RECLAIM-5: off by default, also for what was claimed while it was on."""
+    first, _ = alive(bench)
+    second = bench(settings=Settings.from_mapping({"repair.enabled": True}))
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(1_000_000)
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at is None
+    assert doctor.repair(second.engine, second.sender).repaired == 0
+    assert second.step(run) == ("running", 1)
+
+
+def test_a_deadline_that_comes_before_the_end_of_the_lease_counts(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-1, RECLAIM-5: each dial for itself; the earlier moment is the one to come back at."""
+    settings = Settings.from_mapping(
+        {"actions": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 10}}}}, base=LEASES
+    )
+    first, heart = alive(bench, settings)
+    second, _ = alive(bench, settings)
+    _, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(1)
+    heart.beat()
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 9_000
+
+
+def test_a_dead_workers_row_that_the_run_no_longer_wants_is_not_waited_for(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """CLAIM-2: its message is not put back again and again for a run that goes backwards."""
+    first, _ = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(61)
+    second, _ = alive(bench)
+    second.store.write(
+        lambda tx: tx.run(
+            "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = 'failed' WHERE id = ?", (run,)
+        )
+    )
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at is None
+
+
+def test_taking_over_counts_as_a_claim(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-6: a step that kills its workers ends, whatever says that they are dead."""
+    settings = Settings.from_mapping({"reclaim.max_claims": 2}, base=LEASES)
+    first, _ = alive(bench, settings)
+    run, message = at_first_step(first)
+    for _ in range(2):
+        assert isinstance(claim(first, message), Claim)
+        clock.advance(61)
+        first, _ = alive(bench, settings)
+    first.deliver(message)
+    assert first.step(run) == ("failed", 3)
+    assert shop.ran == []
+
+
+# --- a worker that only looked dead ----------------------------------------------------------------------------------
+
+
+@every_database
+def test_a_worker_that_stalls_in_its_body_is_fenced(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-5, FENCE-1: another one has taken over; what the first brings is refused, and its heartbeat changes nothing."""
+    first, heart = alive(bench)
+    run, message = at_first_step(first)
+    door = Doorstep()
+    shop.bodies["charge"] = door
+    slow = Background(lambda: first.deliver(message))
+    door.wait()
+    clock.advance(60)
+    second, _ = alive(bench)
+    shop.bodies["charge"] = lambda order: "of the second"
+    second.deliver(message)
+    heart.beat()
+    door.succeed("of the first")
+    slow.result()
+    assert first.step(run) == ("completed", 2)
+    assert first.codes() == ["outcome_rejected"]
+    assert shop.count("charge") == 2
+    assert heart.lapses == 1
+
+
+@pytest.mark.parametrize("beaten", [False, True], ids=["still silent", "has beaten again"])
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_worker_that_stalls_beyond_its_lease_before_the_body_claims_again(
+    bench: MakeBench, shop: Shop, clock: ManualClock, beaten: bool, taken_over: bool
+) -> None:
+    """RECLAIM-5, CLAIM-1: a body does not begin on a claim that another worker may have taken over meanwhile."""
+    first, heart = alive(bench)
+    run, message = at_first_step(first)
+    stalled: list[int] = []
+
+    def stall(event: ActionStarted) -> None:
+        if not stalled:  # listeners run between the claim and the body
+            stalled.append(event.action.attempts)
+            clock.advance(61)
+            if taken_over:
+                alive(bench)[0].deliver(message)
+            if beaten:
+                heart.beat()
+
+    subscribe(stall, ActionStarted)
+    try:
+        first.deliver(message)
+    finally:
+        unsubscribe(stall)
+    assert shop.order() == ["charge"]
+    assert first.step(run) == ("completed", 2 if taken_over else 1)
+    assert heart.lapses == 1
+
+
+def test_a_worker_that_has_been_silent_beats_before_it_claims(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-5: a claim under an old row could be taken over the moment it is made."""
+    first, heart = alive(bench)
+    second, _ = alive(bench)
+    _, message = at_first_step(first)
+    clock.advance(3600)
+    door = Doorstep()
+    shop.bodies["charge"] = door
+    slow = Background(lambda: first.deliver(message))
+    door.wait()
+    assert isinstance(claim(second, message), Lost)
+    door.succeed("paid")
+    slow.result()
+    assert heart.lapses == 1
+
+
+@every_database
+def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """RECLAIM-5: a database that could not be reached for longer than the lease has not killed the workers; who is back first gives
+    the others one lease, and then judges them."""
+    first, _ = alive(bench)
+    second, heart = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(3600)
+    heart.beat()
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 60_000
+    assert doctor.repair(second.engine, second.sender).reclaims == 0
+    for _ in range(2):
+        clock.advance(30)
+        heart.beat()
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+
+
+def test_a_beat_that_commits_late_is_a_lapse(bench: MakeBench, clock: ManualClock) -> None:
+    """RECLAIM-5: until it had committed, others saw the moment before."""
+    worker, heart = alive(bench)
+    clock.advance(20)
+    worker.overtake("beat", lambda: clock.advance(45))
+    heart.beat()
+    assert heart.lapses == 1
+    assert worker.one("SELECT seen_at FROM {workers}") == (clock.now() - 45_000,)
+
+
+# --- the heartbeat's row ---------------------------------------------------------------------------------------------
+
+
+@every_database
+def test_an_orderly_stop_deletes_its_own_row(bench: MakeBench, clock: ManualClock) -> None:
+    """RECLAIM-5: and what is claimed afterwards is not claimed under it."""
+    worker, heart = alive(bench)
+    other, staying = alive(bench)
+    assert heart.leave()
+    assert workers(worker) == [staying.id]
+    run, message = at_first_step(worker)
+    assert isinstance(claim(worker, message), Claim)
+    assert other.one("SELECT worker_id FROM {action_runs} WHERE run_id = ?", run) == (worker.engine.worker_id,)
+
+
+@pytest.mark.parametrize("begin", [at_first_step, undoing_step], ids=["step", "undo"])
+def test_a_row_that_a_claim_rests_on_is_left_to_its_lease(
+    bench: MakeBench, shop: Shop, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]]
+) -> None:
+    """RECLAIM-5: a body that has outlived the worker's patience may still report."""
+    worker, heart = alive(bench)
+    _, message = begin(worker)
+    assert isinstance(claim(worker, message), Claim)
+    assert not heart.leave()
+    assert workers(worker) == [heart.id]
+    assert isinstance(claim(worker, message), Lost)
+
+
+def test_a_heartbeat_row_that_is_gone_comes_back_with_the_next_beat(bench: MakeBench) -> None:
+    worker, heart = alive(bench)
+    worker.store.write(lambda tx: tx.run("DELETE FROM {workers}"))
+    heart.beat()
+    assert workers(worker) == [heart.id]
+
+
+def test_the_rows_of_dead_workers_are_forgotten_after_a_day(bench: MakeBench, clock: ManualClock) -> None:
+    worker, _ = alive(bench)
+    clock.advance(FORGOTTEN_MS / 1000 - 1)
+    _, heart = alive(bench)
+    assert heart.forget() == 0
+    clock.advance(1)
+    assert heart.forget() == 1
+    assert workers(worker) == [heart.id]
+
+
+def test_every_start_has_an_id_of_its_own(bench: MakeBench) -> None:
+    """RECLAIM-5: a restarted container has the host and the process id of the one that died in it."""
+    worker, heart = alive(bench)
+    first = heart.id
+    heart.leave()
+    heart.enter()
+    assert heart.id != first
+    assert len(heart.id) <= 64
+    assert liveness.is_watched(heart.id)
+    assert not liveness.is_watched(worker.engine.worker_id)
+
+
+def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
+    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 0.2}, base=LEASES))
+    heart = Heartbeat(worker.engine)
+    worker.fail("beat", happened=False, unknown=False)
+    with pytest.raises(StoreError):
+        heart.start()
+    assert worker.engine.heart is None
+    heart.start()
+    try:
+        worker.fail("beat", happened=False, unknown=False)
+        reached = worker.stop("beat")
+        reached.wait_reached()
+        reached.go()
+        again = worker.stop("beat")
+        again.wait_reached()
+        again.go()
+    finally:
+        heart.stop()
+    assert workers(worker) == []
+
+
+# --- the doctor, a kick, what is counted -----------------------------------------------------------------------------
+
+
+@every_database
+@pytest.mark.parametrize("begin", [at_first_step, undoing_step], ids=["step", "undo"])
+def test_the_doctor_sends_a_dead_workers_row_again(
+    bench: MakeBench, shop: Shop, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]]
+) -> None:
+    """R3 of DOCTOR-1, RECLAIM-5: its message is lost as well, and the claim decides."""
+    first, _ = alive(bench)
+    run, message = begin(first)
+    before = len(shop.ran)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(59)
+    assert doctor.repair(first.engine, first.sender).reclaims == 0
+    clock.advance(1)
+    second, _ = alive(bench)
+    assert doctor.candidates(second.engine)["R3"] == 1
+    assert doctor.repair(second.engine, second.sender).reclaims == 1
+    assert len(second.messages) == 1
+    second.run()
+    assert len(shop.ran) > before
+    assert first.status(run) in ("completed", "cancelled")
+
+
+def test_a_row_past_both_its_deadline_and_its_lease_is_counted_once(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """R3 of DOCTOR-1."""
+    settings = Settings.from_mapping(
+        {"actions": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 10}}}}, base=LEASES
+    )
+    first, _ = alive(bench, settings)
+    _, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(61)
+    assert doctor.candidates(first.engine)["R3"] == 1
+    assert doctor.repair(first.engine, first.sender).reclaims == 1
+
+
+def test_a_kick_sends_a_dead_workers_row_and_leaves_a_living_ones(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """KICK-1, RECLAIM-5."""
+    first, _ = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    (left,) = kick(first.engine, run, first.sender).left
+    assert left.left == "it is running, and its worker has been heard from within the lease"
+    clock.advance(60)
+    second, _ = alive(bench)
+    second.sender.queue.clear()
+    assert [row.sequence for row in kick(second.engine, run, second.sender).sent] == [1]
+    second.run()
+    assert second.status(run) == "completed"
+
+
+def test_a_row_with_a_lease_behind_it_is_not_counted_as_never_reclaimed(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """RECLAIM-4, RECLAIM-5: its worker's death is enough for it to come back."""
+    first, _ = alive(bench)
+    _, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(LONG_RUNNING_MS / 1000)
+    assert never_reclaimed(first.engine) == 0
+    assert never_reclaimed(bench().engine) == 1
+
+
+def test_a_callback_ends_an_undo_that_no_lease_stands_behind(bench: MakeBench, shop: Shop) -> None:
+    """PAR-3, COMP-4: leases are on, and the undo was claimed by a process that keeps no heartbeat."""
+    worker = bench(settings=LEASES)
+    run, message = undoing_step(worker)
+    assert isinstance(claim(worker, message), Claim)
+    (level,) = worker.one("SELECT level FROM {compensation_runs} WHERE run_id = ?", run) or ()
+    undoing.level_closed(worker.engine, run, level, worker.sender)
+    assert worker.one("SELECT rollback FROM {flow_runs} WHERE id = ?", run) == ("halted",)

@@ -379,7 +379,11 @@ def build(database: Database, prefix: str) -> Models:
             ("ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)"),
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
-        indexes=[index("comp_live", "created_at", where=LIVE, leading="ended_at")],
+        indexes=[
+            index("comp_live", "created_at", where=LIVE, leading="ended_at"),
+            index("comp_open", "run_id", "level", "sent_at", where=LIVE, leading="ended_at"),
+            index("comp_stopped", "run_id", "level", where="given_up = TRUE AND policy = 'stop'", leading="given_up"),
+        ],
     )
 
     blocks = table(

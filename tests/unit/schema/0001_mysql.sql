@@ -124,7 +124,7 @@ CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT N
     CHECK ((policy = 'stop' OR policy = 'continue')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (ended_at, created_at));
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (ended_at, created_at), INDEX saga_comp_open (ended_at, run_id, level, sent_at), INDEX saga_comp_stopped (given_up, run_id, level));
 CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `kind` VARCHAR(16) NOT NULL COLLATE utf8mb4_bin,

@@ -137,6 +137,8 @@ CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT N
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0));
 CREATE INDEX IF NOT EXISTS saga_comp_live ON saga_compensation_runs (created_at) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_comp_open ON saga_compensation_runs (run_id, level, sent_at) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_comp_stopped ON saga_compensation_runs (run_id, level) WHERE given_up = TRUE AND policy = 'stop';
 CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL,
     "sequence" INTEGER NOT NULL,
     "kind" VARCHAR(16) NOT NULL,

@@ -1,0 +1,103 @@
+"""How much work SQLite does, in instructions of its virtual machine: the same work is the same number, whatever the machine is doing.
+
+What is live and what is touched may cost; how long a history is, and how many runs have ended, must not (C49, C56).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from dramatiq_saga import Flow, Settings
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.recovery.sweep import sweep
+from tests.golden.workflows import declare
+from tests.support import past
+from tests.support.bench import Bench
+from tests.support.plans import Work
+
+EVERYTHING_ON = Settings.from_mapping({"repair.enabled": True, "reclaim.dead_workers.enabled": True})
+
+#: Makes a bench on a file of its own, and counts what is done there.
+Make = Callable[[Callable[[Bench], None]], tuple[Bench, Work]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Bench] = []
+    numbers = count()
+
+    def bench(declare: Callable[[Bench], None]) -> tuple[Bench, Work]:
+        work = Work(tmp_path / f"{next(numbers)}.db")
+        made.append(Bench("", declare, clock=ManualClock(), settings=EVERYTHING_ON, database=work.database))
+        return made[-1], work
+
+    yield bench
+    for one in made:
+        one.close()
+
+
+def declare_long(bench: Bench) -> None:
+    """``steps(n)`` undoes n steps one after another, ``group(n)`` side by side, ``blocks(n)`` runs n blocks of two in turn."""
+    step = bench.actor(lambda: 1, actor_name="step")
+    undo = bench.actor(lambda: None, actor_name="undo")
+
+    def steps(flow: Flow, number: int) -> None:
+        for _ in range(number):
+            flow.action(step).compensate_with(undo).run()
+        raise ValueError("back")
+
+    def group(flow: Flow, number: int) -> None:
+        flow.saga(*(flow.action(step).compensate_with(undo) for _ in range(number))).compensate_in_parallel().run()
+        raise ValueError("back")
+
+    def blocks(flow: Flow, number: int) -> None:
+        for _ in range(number):
+            flow.parallel(flow.action(step), flow.action(step)).run()
+
+    for workflow in (steps, group, blocks):
+        bench.workflow(workflow)
+
+
+def until(bench: Bench, kind: str) -> None:
+    """Deliver messages until the next is one of ``kind``."""
+    while bench.messages[0].kind != kind:
+        bench.deliver(bench.take())
+
+
+@pytest.mark.parametrize("workflow", ["steps", "group"])
+def test_an_undo_reads_the_same_however_long_its_rollback_is(make: Make, workflow: str) -> None:
+    """C49, COMP-1: its claim, its outcome, and the next level, whether the others stand one behind another or side by side."""
+    costs = []
+    for steps in (6, 60):
+        bench, work = make(declare_long)
+        run = bench.start(workflow, steps)
+        until(bench, "compensation")
+        for _ in range(3):
+            bench.deliver(bench.take())
+        with work.counted() as cost:
+            bench.deliver(bench.take())
+        costs += cost
+        bench.run()
+        assert (bench.status(run), bench.undos(run)) == ("failed", [("undo", "completed")] * steps)
+    assert costs[0] == costs[1] > 100
+
+
+def test_a_sweep_does_the_same_work_however_many_runs_have_ended(make: Make) -> None:
+    """C56, LOOP-1: monitor and doctor, with every switch on, whether there is anything to do or not."""
+    costs: list[list[int]] = []
+    for ended in (100, 1000):
+        bench, work = make(declare)
+        past.ended(bench.store, ended)
+        past.at_work(bench.store, 20)
+        costs.append([])
+        for lost in (0, 2):
+            past.lost(bench.store, lost) if lost else None
+            with work.counted() as cost:
+                assert sweep(bench.engine, bench.sender).as_dict()["repair"]["steps"] == lost
+            costs[-1] += cost
+    assert costs[0] == costs[1]
+    assert min(costs[0]) > 100

@@ -421,7 +421,7 @@ def build(database: Database, prefix: str) -> Models:
         checks=[one_of("status", "waiting", "consumed", "timed_out", "cancelled"), "(status = 'waiting') = (ended_at IS NULL)"],
         indexes=[
             index("wait_due", "due_at", where="status = 'waiting'", leading="status"),
-            index("wait_name", "name", where="status = 'waiting'", leading="status"),
+            index("wait_name", "name", "run_id", where="status = 'waiting'", leading="status"),
         ],
     )
 

@@ -174,7 +174,7 @@ QUESTIONS = [
     (f"SELECT level FROM {{compensation_runs}} WHERE run_id = ? AND {models.LIVE} ORDER BY level LIMIT 1", "comp_open"),
     ("SELECT 1 FROM {compensation_runs} WHERE run_id = ? AND level < ? AND given_up = TRUE AND policy = 'stop'", "comp_stopped"),
     ("SELECT run_id FROM {waits} WHERE status = 'waiting' AND due_at <= ? ORDER BY due_at", "wait_due"),
-    ("SELECT run_id FROM {waits} WHERE status = 'waiting' AND name = ?", "wait_name"),
+    ("SELECT sequence FROM {waits} WHERE run_id = ? AND status = 'waiting' AND name = ?", "wait_name"),
     ("SELECT id FROM {signals} WHERE run_id = ? AND name = ? AND status = 'received' ORDER BY id", "signal_run"),
     ("SELECT id FROM {signals} WHERE run_id = ? AND dedup_key = ?", "signal_key"),
     ("SELECT run_id FROM {children} WHERE child_id = ?", "child_run"),

@@ -41,7 +41,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def declare_long(bench: Bench) -> None:
-    """``steps(n)`` undoes n steps one after another, ``group(n)`` side by side, ``blocks(n)`` runs n blocks of two in turn."""
+    """``steps(n)`` undoes n steps one after another, ``group(n)`` side by side. The others have n rounds in turn: blocks of two steps,
+    signals, timers, steps with a recorded value behind each."""
     step = bench.actor(lambda: 1, actor_name="step")
     undo = bench.actor(lambda: None, actor_name="undo")
 
@@ -58,7 +59,20 @@ def declare_long(bench: Bench) -> None:
         for _ in range(number):
             flow.parallel(flow.action(step), flow.action(step)).run()
 
-    for workflow in (steps, group, blocks):
+    def signals(flow: Flow, number: int) -> None:
+        for _ in range(number):
+            flow.await_signal("paid")
+
+    def timers(flow: Flow, number: int) -> None:
+        for _ in range(number):
+            flow.sleep(10)
+
+    def values(flow: Flow, number: int) -> None:
+        for _ in range(number):
+            flow.run(step)
+            flow.side_effect("value", lambda: 1)
+
+    for workflow in (steps, group, blocks, signals, timers, values):
         bench.workflow(workflow)
 
 
@@ -101,3 +115,64 @@ def test_a_sweep_does_the_same_work_however_many_runs_have_ended(make: Make) -> 
             costs[-1] += cost
     assert costs[0] == costs[1]
     assert min(costs[0]) > 100
+
+
+@pytest.mark.parametrize("workflow", ["blocks", "signals", "values"])
+def test_what_is_known_of_a_run_is_not_read_again(make: Make, workflow: str) -> None:
+    """C49, PAR-4: what comes in turn: a round costs the same, however many there were before it in the run."""
+    costs = []
+    for rounds in (6, 60):
+        bench, work = make(declare_long)
+        run = bench.start(workflow, rounds)
+        bench.deliver(bench.take())
+        for _ in range(rounds - 1):
+            ROUNDS[workflow](bench, run)
+        assert bench.status(run) in ("running", "waiting")
+        with work.counted() as cost:
+            ROUNDS[workflow](bench, run)
+        costs += cost
+        assert bench.status(run) == "completed"
+    assert costs[0] == costs[1] > 100
+
+
+@pytest.mark.parametrize("workflow", ["blocks", "signals", "timers", "values", "steps"])
+def test_what_a_run_does_costs_the_same_however_many_others_are_live(make: Make, workflow: str) -> None:
+    """C56: others that wait for the same signal, at the same step, under the same heartbeat."""
+    costs = []
+    for others in (20, 200):
+        bench, work = make(declare_long)
+        past.at_work(bench.store, others)
+        run = bench.start(workflow, 1)
+        with work.counted() as cost:
+            bench.deliver(bench.take())
+            if workflow == "steps":
+                bench.run()
+            else:
+                ROUNDS[workflow](bench, run)
+        costs += cost
+        assert bench.status(run) == ("failed" if workflow == "steps" else "completed")
+    assert costs[0] == costs[1] > 100
+
+
+def two_steps(bench: Bench, run: str) -> None:
+    for _ in range(2):
+        bench.deliver(bench.take())
+
+
+def signal(bench: Bench, run: str) -> None:
+    bench.signal(run, "paid")
+    bench.deliver(bench.take())
+
+
+def alarm(bench: Bench, run: str) -> None:
+    bench.engine.clock.advance(10)  # type: ignore[attr-defined]
+    assert bench.ring() == 1
+
+
+def one_step(bench: Bench, run: str) -> None:
+    until(bench, "step")  # past drives that have nothing left to do
+    bench.deliver(bench.take())
+
+
+#: What one round of each workflow of :func:`declare_long` is.
+ROUNDS: dict[str, Callable[[Bench, str], None]] = {"blocks": two_steps, "signals": signal, "timers": alarm, "values": one_step}

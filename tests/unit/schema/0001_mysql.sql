@@ -152,7 +152,7 @@ CREATE TABLE IF NOT EXISTS `saga_waits` (`run_id` VARCHAR(128) NOT NULL COLLATE 
     `payload` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
     CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
-    CHECK ((status = 'waiting') = (ended_at IS NULL)), INDEX saga_wait_due (status, due_at), INDEX saga_wait_name (status, name));
+    CHECK ((status = 'waiting') = (ended_at IS NULL)), INDEX saga_wait_due (status, due_at), INDEX saga_wait_name (status, name, run_id));
 CREATE TABLE IF NOT EXISTS `saga_signals` (`id` BIGINT AUTO_INCREMENT NOT NULL PRIMARY KEY,
     `run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `name` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,

@@ -168,7 +168,7 @@ CREATE TABLE IF NOT EXISTS "saga_waits" ("run_id" VARCHAR(128) NOT NULL COLLATE 
     CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
     CHECK ((status = 'waiting') = (ended_at IS NULL)));
 CREATE INDEX IF NOT EXISTS saga_wait_due ON saga_waits (due_at) WHERE status = 'waiting';
-CREATE INDEX IF NOT EXISTS saga_wait_name ON saga_waits (name) WHERE status = 'waiting';
+CREATE INDEX IF NOT EXISTS saga_wait_name ON saga_waits (name, run_id) WHERE status = 'waiting';
 CREATE TABLE IF NOT EXISTS "saga_signals" ("id" BIGSERIAL NOT NULL PRIMARY KEY,
     "run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "name" VARCHAR(191) NOT NULL COLLATE "C",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..clock import to_iso
 from ..codec import load_error
 from ..errors import in_one_line
-from ..store.models import LIVE, UNHAPPY_FLOW
+from ..store.models import LIVE
 from .doctor import list_spent
 from .rows import COMPENSATION, STEP, TABLES, WANTED
 from .sweep import LONG_RUNNING_MS, NEVER_RECLAIMED
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..store.database import Tx
 
 _HALTED = (
-    f"SELECT id, ended_at, rollback_error FROM {{flow_runs}} WHERE {UNHAPPY_FLOW} AND rollback = 'halted' "
+    "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' "
     "ORDER BY created_at, id LIMIT ?"
 )
 _UNPLANNABLE = (

@@ -76,7 +76,8 @@ def at_work(store: Store, count: int, *, workflow: str = "trip", queue: str = "d
            attempts=1, result=b"1", comp_actor="'cancel_hotel'", comp_args=b"1")  # fmt: skip
     insert(
         "action_runs", count, "WHERE n.d0 IN (0, 1, 2, 3, 4, 8)", run_id=run, sequence=2, attempts=1, started_at=created,
-        status="CASE WHEN n.d0 < 3 THEN 'running' WHEN n.d0 = 8 THEN 'failed' ELSE 'pending' END", created_at=str(now - 5_000),
+        status="CASE WHEN n.d0 < 3 THEN 'running' WHEN n.d0 = 8 THEN 'failed' ELSE 'pending' END",
+        created_at=f"CASE WHEN n.d0 IN (3, 4) THEN {now - 5_000} ELSE {created} END",
         reclaim_stale_at=_if(0, str(now + 900_000), "NULL"), next_try_at=_if(8, str(now + 60_000), "NULL"),
         worker_id=_if(2, "'beat:here'", "NULL"), expires_at=_if(0, str(now + 600_000), "NULL"),
     )  # fmt: skip

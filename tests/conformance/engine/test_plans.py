@@ -19,6 +19,7 @@ from dramatiq_saga.recovery import doctor, timer_loop
 from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.prune import prune
+from dramatiq_saga.recovery.stuck import stuck
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.store.database import Store
 from tests.golden.workflows import SCENARIOS, declare
@@ -75,7 +76,7 @@ def test_nothing_that_a_run_does_reads_what_has_ended(bench: Bench) -> None:
 
 
 def test_no_sweep_and_no_loop_reads_what_has_ended(bench: Bench) -> None:
-    """C56, LOOP-1, RECLAIM-5: the monitor, every rule of the doctor, what is counted, looks of workers, heartbeats; and a kick."""
+    """C56, LOOP-1, RECLAIM-5: the monitor, every rule of the doctor, what is counted, looks of workers, heartbeats; a kick, and what is stuck."""
     engine, sender = bench.engine, bench.sender
     past.at_work(bench.store, LIVE)
     past.lost(bench.store, 3)
@@ -86,6 +87,7 @@ def test_no_sweep_and_no_loop_reads_what_has_ended(bench: Bench) -> None:
             timer_loop.look(engine, sender)
             bench.engine.clock.advance(3600)  # type: ignore[attr-defined]  # everything is overdue, and has been lost
         kick(engine, "live-000000000000", sender)
+        engine.store.read(lambda tx: stuck(tx, settings=engine.settings, now=engine.now(), limit=20, declared=["trip"]))
         heart = Heartbeat(engine)
         heart.enter()
         heart.beat()

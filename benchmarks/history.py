@@ -29,12 +29,12 @@ import dramatiq
 
 from dramatiq_saga import Flow, Settings, query
 from dramatiq_saga.brokers import DatabaseBroker
-from dramatiq_saga.errors import SagaError
 from dramatiq_saga.recovery import timer_loop
 from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.recovery.stuck import stuck
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.statuses import FLOW_LIVE, FlowStatus
+from dramatiq_saga.store.models import TABLES
 from tests.support import past
 from tests.support.bench import Bench
 
@@ -56,7 +56,9 @@ class Store:
     """A bench on a store with a past, and a queue beside it."""
 
     def __init__(self, url: str, prefix: str, *, ended: int, live: int) -> None:
-        self.bench = Bench(url, declare, prefix=prefix, settings=Settings.from_mapping({**SETTINGS, "schema.table_prefix": prefix}))
+        self.bench = Bench(
+            url, declare, prefix=prefix, settings=Settings.from_mapping({**SETTINGS, "schema.table_prefix": prefix})
+        )
         self.ended = ended
         began = time.perf_counter()
         past.ended(self.bench.store, ended)
@@ -65,6 +67,10 @@ class Store:
         print(f"{ended:>9,} ended and {live:,} live runs made in {time.perf_counter() - began:.0f} s", flush=True)
         self.broker = DatabaseBroker(self.bench.store.database, prefix=prefix)
         dramatiq.actor(lambda: None, actor_name="nothing", broker=self.broker)
+
+    def drop(self) -> None:
+        prefix = self.bench.store.prefix
+        self.bench.store.write(lambda tx: [tx.run(f"DROP TABLE {prefix}{table}") for table in (*TABLES, "schema_migrations")])
 
     # --- what is measured --------------------------------------------------------------------------------------------
 
@@ -158,14 +164,17 @@ def main() -> None:
             for name, ended in (("few", 1_000), ("many", chosen.runs))
         ]  # fmt: skip
         try:
-            print(f"{'milliseconds: best, median, processor':38s} {'beside ' + format(1_000, ','):>28s} {f'beside {chosen.runs:,}':>28s}")
+            print(
+                f"{'milliseconds: best, median, processor':38s} {'beside ' + format(1_000, ','):>28s} {f'beside {chosen.runs:,}':>28s}"
+            )
             for (name, few), (_, many) in zip(*(store.measure(chosen.times) for store in stores), strict=True):
-                print(f"{name:38s}" + "".join(" {:>10.2f} {:>8.2f} {:>8.2f}".format(*found) for found in (few, many)), flush=True)
+                print(
+                    f"{name:38s}" + "".join(" {:>10.2f} {:>8.2f} {:>8.2f}".format(*found) for found in (few, many)), flush=True
+                )
         finally:
             for store in stores:
                 if chosen.url:
-                    with_tables = [*store.bench.store.models.all()]
-                    store.bench.store._control(lambda models=with_tables: store.bench.store.database.drop_tables(models))
+                    store.drop()
                 store.broker.close()
                 store.bench.close()
 

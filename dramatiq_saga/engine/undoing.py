@@ -67,9 +67,7 @@ _COLUMNS = (
     "r.not_before, r.sent_at, r.reclaim_stale_at, r.worker_id"
 )
 _ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
-_AT_WORK = (
-    f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
-)
+_AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
 # The level that is open (the first of which a row is), whether an earlier one has stopped the rollback, and its rows that wait for
 # a worker, or NULLs. Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
 # test_an_undo_reads_the_same_however_long_its_rollback_is
@@ -326,7 +324,8 @@ def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delive
     row when it comes. Rows that a reclaim will come back for, and rows between two tries, keep their level open.
     test_a_callback_that_meets_a_running_undo_ends_its_level
     """
-    for row in engine.store.read(lambda tx: [_Row(*row) for row in tx.all(_AT_WORK, (run_id, level))]):
+    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level))):
+        row = _Row(*found)
         if row.left_alone(engine):
             job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
             settle(engine, unfinished(job, row.actor, row.attempts), sender, None)

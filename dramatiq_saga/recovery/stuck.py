@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..store.database import Tx
 
-_HALTED = (
-    "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' "
-    "ORDER BY created_at, id LIMIT ?"
-)
+_HALTED = "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?"
 _UNPLANNABLE = (
     f"SELECT id, expires_at, expiry_attempts, hold_error FROM {{flow_runs}} WHERE expires_at IS NOT NULL AND {LIVE} "
     "AND expires_at <= ? AND expiry_attempts > 0 AND status <> 'rolling_back' ORDER BY expires_at LIMIT ?"

@@ -33,19 +33,25 @@ def ended(store: Store, finished: int, *, workflow: str = "trip", queue: str = "
     times = {"created_at": created, "ended_at": f"{created} + 5000"}
     done = insert.text("done-")
     insert(
-        "flow_runs", finished, id=done, **times, started_at=created, revision=4, wakes=4, wakes_seen=4, result=b"1", rollback=_if(8, "'done'", "'none'"),
+        "flow_runs", finished, id=done, **times, started_at=created, revision=4, wakes=4, wakes_seen=4, result=b"1",
+        rollback=_if(8, "'done'", "'none'"),
         status="CASE n.d0 WHEN 8 THEN 'failed' WHEN 9 THEN 'cancelled' ELSE 'completed' END",
     )  # fmt: skip
     step = {**times, "run_id": done, "started_at": created, "attempts": 1, "result": b"1", "sent_at": created}
-    insert("action_runs", finished, f"CROSS JOIN {_STEPS}", sequence="steps.s", status="'completed'", comp_actor="'cancel'", **step)
-    undo = {**times, "run_id": done, "started_at": created, "attempts": 1, "undoes": "'completed'", "undoes_key": "'k'", "policy": "'stop'"}
+    insert(
+        "action_runs", finished, f"CROSS JOIN {_STEPS}", sequence="steps.s", status="'completed'", comp_actor="'cancel'", **step
+    )
+    undo = {
+        **times, "run_id": done, "started_at": created, "attempts": 1, "undoes": "'completed'", "undoes_key": "'k'", "policy": "'stop'",
+    }  # fmt: skip
     insert("compensation_runs", finished, f"CROSS JOIN {_STEPS} WHERE n.d0 = 8", sequence="steps.s", level="3 - steps.s",
            status="'completed'", sent_at=created, **undo)  # fmt: skip
     lines = " UNION ALL ".join(
         f"SELECT {number} AS o, {'NULL' if sequence is None else sequence} AS s, '{word}' AS w"
         for number, (sequence, word) in enumerate(LINES)
     )
-    insert("flow_events", finished, f"CROSS JOIN ({lines}) told", run_id=done, at=created, type="told.w", sequence="told.s", name="'book_hotel'")
+    insert("flow_events", finished, f"CROSS JOIN ({lines}) told", run_id=done, at=created, type="told.w", sequence="told.s",
+           name="'book_hotel'")  # fmt: skip
     some = {"run_id": done, "created_at": created}
     insert("waits", finished, "WHERE n.d0 = 1", **some, sequence=4, kind="'signal'", name="'paid'", status="'consumed'", ended_at=created,
            due_at=f"{created} + 9000")  # fmt: skip

@@ -21,7 +21,6 @@ import peewee
 from dramatiq_saga.store import transactions
 from dramatiq_saga.store.database import Store, Tx
 
-
 #: Tables that hold nothing of runs that have ended.
 NO_HISTORY = {"workers", "schema_migrations"}
 
@@ -32,7 +31,8 @@ FEW = 300
 LIVE = {
     name
     for name, where in re.findall(
-        r"INDEX IF NOT EXISTS saga_(\w+) ON .* WHERE (.*);", Path(__file__).parents[1].joinpath("unit/schema/0001_sqlite.sql").read_text()
+        r"INDEX IF NOT EXISTS saga_(\w+) ON .* WHERE (.*);",
+        Path(__file__).parents[1].joinpath("unit/schema/0001_sqlite.sql").read_text(),
     )
     if "ended_at IS NULL" in where or re.fullmatch(r"status = '(waiting|received)'|rollback = 'halted'|state = [012]", where)
 }

@@ -5,13 +5,14 @@ What is live and what is touched may cost; how long a history is, and how many r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from dramatiq_saga import Flow, Settings
+from dramatiq_saga import Flow, Settings, query
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.recovery.sweep import sweep
 from tests.golden.workflows import declare
@@ -115,6 +116,40 @@ def test_a_sweep_does_the_same_work_however_many_runs_have_ended(make: Make) -> 
             costs[-1] += cost
     assert costs[0] == costs[1]
     assert min(costs[0]) > 100
+
+
+def test_a_sweep_looks_at_the_undos_of_a_long_rollback_once_each(make: Make) -> None:
+    """C49, DOCTOR-1: whether it is the turn of a level is asked for each of its rows, and answered by an index."""
+    costs = []
+    for steps in (40, 160):
+        bench, work = make(declare_long)
+        bench.start("steps", steps)
+        until(bench, "compensation")
+        bench.deliver(bench.take())
+        bench.engine.clock.advance(600)  # type: ignore[attr-defined]
+        with work.counted() as cost:
+            assert sweep(bench.engine, bench.sender).as_dict()["repair"]["compensations"] == 1
+        costs += cost
+    assert costs[1] < 4 * costs[0]
+
+
+@pytest.mark.parametrize("tag", [("stage", "c0001"), ("env", "live")], ids=["rare", "common"])
+def test_a_list_by_tag_costs_the_same_however_many_runs_have_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tag: tuple[str, str]
+) -> None:
+    """C56: one that few runs carry, as an order's number, and one that all of them carry."""
+    monkeypatch.setattr(sys.modules["dramatiq_saga.query"], "FEW", 50)
+    costs = []
+    for ended in (100, 1000):
+        bench, work = make(declare)
+        past.ended(bench.store, ended)
+        bench.store.write(
+            lambda tx: tx.run("INSERT INTO {tags} (run_id, name, value) SELECT id, 'env', 'live' FROM {flow_runs}")
+        )
+        with work.counted() as cost:
+            assert len(list(query(tags=dict([tag]), limit=5, broker=bench.broker))) == (1 if tag[0] == "stage" else 5)
+        costs += cost
+    assert costs[0] == costs[1] > 20
 
 
 @pytest.mark.parametrize("workflow", ["blocks", "signals", "values"])

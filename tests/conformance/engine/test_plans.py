@@ -76,7 +76,7 @@ def test_nothing_that_a_run_does_reads_what_has_ended(bench: Bench) -> None:
 
 
 def test_no_sweep_and_no_loop_reads_what_has_ended(bench: Bench) -> None:
-    """C56, LOOP-1, RECLAIM-5: the monitor, every rule of the doctor, what is counted, looks of workers, heartbeats; a kick, and what is stuck."""
+    """C56, LOOP-1, RECLAIM-5: the monitor, every rule of the doctor and what it counts, workers' loops, heartbeats; a kick; what is stuck."""
     engine, sender = bench.engine, bench.sender
     past.at_work(bench.store, LIVE)
     past.lost(bench.store, 3)
@@ -126,5 +126,3 @@ def test_no_queue_reads_what_has_ended(kind: str, applications: Applications) ->
         app.run(few)
         app.drain()
         app.stop()
-
-

@@ -147,9 +147,7 @@ def test_older_tables_are_refused_until_they_are_migrated_and_rows_survive(
         fresh().migrate()
 
 
-def test_tables_that_may_be_made_are_migrated_at_the_first_use(
-    fresh: Callable[..., Store], later: Callable[..., None]
-) -> None:
+def test_tables_that_may_be_made_are_migrated_at_the_first_use(fresh: Callable[..., Store], later: Callable[..., None]) -> None:
     fresh().migrate()
     later(colour)
     store = fresh(auto_create=True)
@@ -196,7 +194,9 @@ def test_a_waiting_run_goes_on_whichever_way_the_tables_were_upgraded(
     def workflows(bench: Bench) -> None:
         bench.workflow(lambda flow: flow.await_signal("go"), name="waits")
 
-    before = Bench(database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix}))
+    before = Bench(
+        database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix})
+    )
     run = before.start("waits")
     before.run()
     before.close()
@@ -223,7 +223,9 @@ def test_a_waiting_run_goes_on_whichever_way_the_tables_were_upgraded(
     assert store.read(lambda tx: tx.all(f"SELECT name FROM {table_prefix}schema_migrations ORDER BY name")) == [
         ("0001_initial",), ("0002_colour",), ("0003_size",),
     ]  # fmt: skip
-    after = Bench(database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix}))
+    after = Bench(
+        database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix})
+    )
     after.signal(run, "go", "on")
     after.run()
     assert after.status(run) == "completed"

@@ -16,6 +16,7 @@ What only reads live rows costs the same in both columns. Figures are of this ma
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -34,7 +35,6 @@ from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.recovery.stuck import stuck
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.statuses import FLOW_LIVE, FlowStatus
-from dramatiq_saga.store.models import TABLES
 from tests.support import past
 from tests.support.bench import Bench
 
@@ -69,8 +69,10 @@ class Store:
         dramatiq.actor(lambda: None, actor_name="nothing", broker=self.broker)
 
     def drop(self) -> None:
-        prefix = self.bench.store.prefix
-        self.bench.store.write(lambda tx: [tx.run(f"DROP TABLE {prefix}{table}") for table in (*TABLES, "schema_migrations")])
+        store = self.bench.store
+        store.database.drop_tables(store.models.all())
+        store.database.execute_sql(f"DROP TABLE {store.prefix}schema_migrations")
+        store.database.close()
 
     # --- what is measured --------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         stores = [
-            Store(chosen.url or f"sqlite:///{Path(directory, f'{name}.db')}", f"bench_{name}_", ended=ended, live=chosen.live)
+            Store(chosen.url or f"sqlite:///{Path(directory, f'{name}.db')}", f"bench{os.getpid()}_{name}_", ended=ended, live=chosen.live)
             for name, ended in (("few", 1_000), ("many", chosen.runs))
         ]  # fmt: skip
         try:

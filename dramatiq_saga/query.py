@@ -116,7 +116,7 @@ class FlowQuery:
         return next(iter(replace(self, limit=1)), None)
 
     def count(self) -> int:
-        """How many runs there are, ``limit`` aside."""
+        """How many runs there are, ``limit`` aside. Reads each that it counts: live ones quickly, what has ended as long as that takes."""
         store = middleware_of(self._broker).engine(self._broker).store
         where, params = self._where(self._rare_tags(store))
         row = store.read(lambda tx: tx.one(f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {where}", params))

@@ -103,9 +103,10 @@ def test_prune_reads_ended_runs_in_order_and_each_of_their_rows_by_its_run(bench
         assert prune(bench.store, before=before).pruned == 3
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb", "stub"])
 def test_no_queue_reads_what_has_ended(kind: str, applications: Applications) -> None:
-    """C56, QUEUE-1: reserving, acknowledging, retrying and waiting, beside dead letters and runs that have ended."""
+    """C56, QUEUE-1, DRIVE-3: reserving, acknowledging, retrying and waiting, beside dead letters and runs that have ended; and what is
+    noted of messages that another broker carries."""
     app = applications(kind)
     past.ended(app.store, FINISHED)
     tries: list[int] = []
@@ -120,9 +121,11 @@ def test_no_queue_reads_what_has_ended(kind: str, applications: Applications) ->
 
     @app.workflow
     def few(flow: Flow) -> Any:
+        flow.sleep(0.01)
         return flow.run(step, 1), flow.parallel(flow.action(step, 2), flow.action(step, 3)).run()
 
     with answered_without_the_past(app.store, at_least=30, besides=("rate_expiry",)):
         app.run(few)
         app.drain()
         app.stop()
+        sweep(app.engine, app.middleware.sender(app.broker))

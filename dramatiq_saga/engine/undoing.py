@@ -68,9 +68,9 @@ _COLUMNS = (
 )
 _ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
 _AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
-# The level that is open (the first of which a row is), whether an earlier one has stopped the rollback, and its rows that wait for
-# a worker, or NULLs. Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
-# test_an_undo_reads_the_same_however_long_its_rollback_is
+# The level that is open, whether an earlier one has stopped the rollback, and those rows of it that wait for a worker (NULLs where none
+# does). Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
+# test_an_undo_reads_the_same_however_long_its_rollback_is, test_where_a_rollback_stands_is_what_all_of_its_rows_say
 _OPEN = (
     f"SELECT l.level, l.stopped, {_COLUMNS} FROM ("
     "SELECT o.level, EXISTS (SELECT 1 FROM {compensation_runs} s WHERE s.run_id = ? AND s.level < o.level AND s.given_up = TRUE "

@@ -194,7 +194,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     completed = outcome.kind == "completed"
     entry = entry.settled(
         status="completed" if completed else entry.final_failure, given_up=not completed, attempts=outcome.attempts, value=value,
-        error=error,
+        error=None if completed else error,
     )  # fmt: skip
     after = with_outcome(snapshot, entry)
     definition = engine.workflows[outcome.workflow]

@@ -467,7 +467,8 @@ class Replay:
         """It runs again, in the same row: a child as a new run, ``child_id``, started as ``start`` says (RSIG-4)."""
         self.more.retries.append(Retry(entry, signal, child_id, start))
         status = "pending" if child_id is None else "running"
-        changed = _with(entry, status=status, given_up=False, wait=RetryWait("consumed", None), cycle=entry.cycle + 1)
+        due_at = None if entry.extra.wait is None else entry.extra.wait.due_at
+        changed = _with(entry, status=status, given_up=False, wait=RetryWait("consumed", due_at), cycle=entry.cycle + 1)
         if child_id is not None:
             assert isinstance(changed, ChildEntry)
             changed = replace(changed, child_id=child_id)

@@ -90,10 +90,12 @@ def read(tx: Tx, run_id: str, *, known: Snapshot | None = None, for_drive: bool 
     if run is None:
         return None
     revision, created_at = run[7], run[14]
-    settled = _settled(known) if known is not None and (known.revision, known.created_at) == (revision, created_at) else []
+    light = for_drive and not _is_replayed(run[5], run[8], run[9], run[13])
+    settled: Sequence[Entry] = []
+    if known is not None and not light and (known.revision, known.created_at) == (revision, created_at):
+        settled = _settled(known)
     rest = (run_id, len(settled) + 1)
     entries: dict[int, Entry] = {}
-    light = for_drive and not _is_replayed(run[5], run[8], run[9], run[13])
     if revision and not light:  # without a decision there is nothing but side effects
         retry_waits: dict[int, RetryWait] = {}
         for sequence, kind, name, status, due_at, payload in tx.all(_WAITS, rest):

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import snapshot
+from dramatiq_saga.engine.rows import Snapshot
+from dramatiq_saga.store.database import Tx
 from tests.support.bench import Bench
 from tests.support.threads import writer_threads
+
+
+@pytest.fixture(autouse=True)
+def _what_is_known_is_what_the_rows_say(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """DRIVE-1: whatever is not read again, because a process knows it, is as the rows have it, in every race there is."""
+    plain = snapshot.read
+    differences = []
+
+    def read(tx: Tx, run_id: str, *, known: Snapshot | None = None, for_drive: bool = False) -> Snapshot | None:
+        found = plain(tx, run_id, known=known, for_drive=for_drive)
+        if known is not None and found is not None:
+            whole = plain(tx, run_id, for_drive=for_drive)
+            if whole is None or told(found) != told(whole):
+                differences.append(difference(told(found), told(whole)))
+        return found
+
+    monkeypatch.setattr(snapshot, "read", read)
+    yield
+    assert {str(x): 0 for x in differences} == {}
+
+
+def difference(found: Any, whole: Any) -> Any:
+    """Where the two differ, and how."""
+    if isinstance(found, dict) and isinstance(whole, dict):
+        return {name: difference(found[name], whole[name]) for name in found if found[name] != whole[name]}
+    if isinstance(found, list) and isinstance(whole, list) and len(found) == len(whole):
+        return [difference(*pair) for pair in zip(found, whole, strict=True) if pair[0] != pair[1]]
+    return found, whole
+
+
+def told(value: Any) -> Any:
+    """A snapshot, or a part of it, as values that can be compared."""
+    if is_dataclass(value):
+        return {one.name: told(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, list | tuple):
+        return [told(one) for one in value]
+    return value() if callable(value) else value
 
 
 class Shop:

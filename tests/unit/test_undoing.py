@@ -46,7 +46,9 @@ def put(tx: Tx, rows: list[tuple[bool, tuple[str, bool, bool], str]]) -> None:
             "undoes_key": "k", "policy": policy, "status": status, "given_up": given_up, "attempts": 1, "tries": 0, "claims": 0,
             "sent_at": 1 if sent else None, "repair_attempts": 0, "created_at": 1, "started_at": 1, "ended_at": ended, "args": b"",
         }  # fmt: skip
-        tx.run(f"INSERT INTO {{compensation_runs}} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
+        tx.run(
+            f"INSERT INTO {{compensation_runs}} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values())
+        )
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import StoreError
 from ..journal import history
+from ..store.trouble import is_lost_commit
 from . import liveness, notify
 from .wakes import LOCK_RUN
 
@@ -172,16 +174,23 @@ class ClaimAttempt:
         self.inline = inline
         self._lease: int | None = None  # when the lease behind a row ends that another worker holds
         self._at = 0
+        self._found: tuple[tuple[Any, ...] | None, bool] = (None, False)  # by the last run of the write, committed or not
         self._told = False
 
     def run(self) -> Claim | Lost:
         """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
         engine, job = self.engine, self.job
-        row, landed = engine.store.write(self._write)
+        certain = engine.store.commit_is_proof
+        try:
+            row, landed = engine.store.write(self._write)
+        except StoreError as error:
+            if not is_lost_commit(error):
+                raise
+            (row, landed), certain = self._found, False
         if row is None or not (landed or self._is_ours(row)):
             return self._lost(row)
         claim = self._claimed(row)
-        if not engine.store.commit_is_proof:
+        if not certain:
             row = engine.store.read(self._read)
             if row is None or row[9] != self.delivery or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
@@ -240,7 +249,8 @@ class ClaimAttempt:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         elif leases and row is not None and row[7] == "running":
             self._lease = liveness.lease_of(tx, engine, step=job.kind == "step", run_id=job.run_id, sequence=job.sequence)
-        return row, bool(landed)
+        self._found = row, bool(landed)
+        return self._found
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job
@@ -287,9 +297,10 @@ class ClaimAttempt:
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""
         lost = self._lost(row)
-        if lost.status in ("pending", "failed") and lost.retry_at is None:
-            return replace(lost, retry_at=self.engine.now() + RETRY_UNCOMMITTED_MS)
-        return lost
+        again = self.engine.now() + RETRY_UNCOMMITTED_MS
+        if lost.retry_at is not None:
+            return replace(lost, retry_at=max(lost.retry_at, again))
+        return replace(lost, retry_at=again) if lost.status in ("pending", "failed") else lost
 
 
 def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:

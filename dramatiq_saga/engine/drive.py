@@ -12,8 +12,9 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ..errors import StoreError
 from ..journal import history
-from ..store.trouble import is_trouble
+from ..store.trouble import is_lost_commit, is_trouble
 from . import alarms, children, notify, rollback, runs, signals, undoing
 from . import decision as decisions
 from .replay import HoldRun, MovedOn, Replay, replay
@@ -21,6 +22,8 @@ from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_messa
 from .snapshot import load_for_drive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..store.database import Tx
     from .core import Engine, Outbox, Sender
     from .rows import Outgoing, SentSignal
@@ -117,7 +120,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             outbox.stage(tx)
             return True
 
-        landed = engine.write(operation, outbox)
+        landed = commit(engine, snapshot, decision, outbox, operation=operation)
     except MovedOn:
         return None
     except Exception as fault:  # of the engine, or a history that does not fit: nobody's failure (HISTORY-1)
@@ -136,7 +139,6 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             actual="moved on",
         )
         return None
-    committed(engine, snapshot, decision, outbox)
     remember(engine, snapshot, decision, context)
     try:
         for alarm in ahead:
@@ -179,14 +181,23 @@ def messages(
     return found if family is None else [*found, *family.messages()]
 
 
-def committed(engine: Engine, snapshot: Snapshot, decision: Decision, outbox: Outbox) -> None:
-    """Make sure that a decision that has landed is still there, where that is not certain (CLAIM-3)."""
-    if decision.more is not None:
+def commit(
+    engine: Engine, snapshot: Snapshot, decision: Decision, outbox: Outbox, *, operation: Callable[[Tx], bool]
+) -> bool:  # fmt: skip
+    """Carry out the write of a decision, and make sure of the children that it starts or parks, where COMMIT does not (CLAIM-3)."""
+    try:
+        landed = engine.write(operation, outbox)
+    except StoreError as error:
+        if is_lost_commit(error):
+            children.check_committed(engine, snapshot, decision)
+        raise
+    if landed and not engine.store.commit_is_proof:
         try:
             children.check_committed(engine, snapshot, decision)
         except BaseException:
             outbox.unsure()
             raise
+    return landed
 
 
 def _calm(sender: Sender, delivery: object | None) -> None:

@@ -233,10 +233,9 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    if not engine.write(operation, outbox):
+    if not drive.commit(engine, snapshot, decision, outbox, operation=operation):
         engine.cache.drop(job.run_id)
         return False
-    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         for alarm in ahead:

@@ -8,13 +8,14 @@ report says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..engine import liveness, notify
 from ..engine.rows import Outgoing
-from ..errors import FlowNotFoundError
+from ..errors import FlowNotFoundError, StoreError
 from ..journal import history
+from ..store.trouble import is_lost_commit
 from .rows import COMPENSATION, LEVEL_RUNS, STEP, WANTED, Row, read, select
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _kick(
 
     A row may have moved on alone, claimed by a message that was not lost: ours then loses its claim and changes nothing.
     """
-    workflow, queue, priority, status, rollback, revision, wakes = run
+    workflow, queue, priority, _, rollback, revision, wakes = run
     run_id, now = report.run_id, engine.now()
     outbox = sender.outbox(None)
     drives = [Outgoing("drive", child.run_id, child.workflow, child.queue, priority=child.priority) for child in children]
@@ -223,10 +224,16 @@ def _kick(
         return True
 
     engine.cache.drop(run_id)
-    if not engine.store.write(operation):
-        return None
+    lost = replace(report, driven=False, rows=(), committed=False)
+    try:
+        if not engine.store.write(operation):
+            return None
+    except StoreError as error:
+        if not is_lost_commit(error):
+            raise
+        return None if _is_there(engine, report, revision=revision, wakes=wakes) else lost
     if not engine.store.commit_is_proof and not _is_there(engine, report, revision=revision, wakes=wakes):
-        return KickReport(run_id, workflow, status, rollback, driven=False, committed=False)
+        return lost
     outbox.delivered()
     if not joined:
         tell()
@@ -234,7 +241,7 @@ def _kick(
 
 
 def _is_there(engine: Engine, report: KickReport, *, revision: int, wakes: int) -> bool:
-    """Whether the refill is still there after its transaction has closed (CLAIM-3)."""
+    """Whether the refill, or something that has happened to the run since, is there after its transaction has closed (CLAIM-3)."""
     row = engine.store.read(lambda tx: tx.one(_READ_BACK, (report.run_id,)))
     if row is not None and (row[1], row[2]) != (revision, wakes):
         return True

@@ -185,6 +185,8 @@ class _Waiting:
             return
         if self._proof is not None and not self._proof():
             # test_a_host_whose_commit_was_a_rollback_has_nothing_sent
-            logger.error("a host's transaction was rolled back by COMMIT, for a statement in it had failed: what was started in it is gone")
+            logger.error(
+                "a host's transaction was rolled back by COMMIT, for a statement in it had failed: what was started in it is gone"
+            )
             return
         run_callbacks(callbacks)

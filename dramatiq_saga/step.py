@@ -519,7 +519,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.overdue:  # nothing begins after its deadline; what that means is said at once (EXPIRE-1)
+            if lost.overdue:  # nothing begins after its deadline, or its run's; what that means is said at once (EXPIRE-1)
                 timers.fire(engine, job.run_id, self.sender)
             if lost.undoing:
                 self._go_on_rolling_back(lost)

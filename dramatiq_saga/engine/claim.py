@@ -42,7 +42,8 @@ _SET = (
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
     "AND (expires_at IS NULL OR expires_at > ?) "
-    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back' "
+    "AND (f.expires_at IS NULL OR f.expires_at > ?))"
 )
 _CLAIM_COMPENSATION = (
     f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
@@ -154,7 +155,7 @@ class Lost:
     orphaned: bool
     unseen: bool
     undoing: bool  # a rollback of the run is going on
-    overdue: bool = False  # the step's deadline has passed
+    overdue: bool = False  # the deadline of the step, or of its run, has passed
 
 
 class ClaimAttempt:
@@ -230,7 +231,7 @@ class ClaimAttempt:
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id)
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id, now)
             if tx.dialect == "mysql":
                 landed = tx.run(_LEASED[_CLAIM_STEP] if leases else _CLAIM_STEP, params)
             else:
@@ -256,7 +257,7 @@ class ClaimAttempt:
         job = self.job
         undoes = deadline = None
         if job.kind == "step":
-            deadline = min((moment for moment in row[17:19] if moment is not None), default=None)
+            deadline = _deadline(row)
             key = idempotency_key(job.run_id, job.sequence, row[4])
         else:
             key = f"{job.run_id}:{job.sequence}:undo"
@@ -279,7 +280,12 @@ class ClaimAttempt:
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
         rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
-        overdue = job.kind == "step" and row[18] is not None and row[18] <= self._at
+        overdue = False
+        if job.kind == "step":
+            deadline = _deadline(row)
+            overdue = deadline is not None and deadline <= self._at
+            if overdue:
+                retry_at = None  # whatever ends it now, nothing of it begins: the message has nothing left to do
         return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
 
     def _free_at(self, row: tuple[Any, ...], stale_at: int | None) -> int | None:
@@ -301,6 +307,11 @@ class ClaimAttempt:
         if lost.retry_at is not None:
             return replace(lost, retry_at=max(lost.retry_at, again))
         return replace(lost, retry_at=again) if lost.status in ("pending", "failed") else lost
+
+
+def _deadline(row: tuple[Any, ...]) -> int | None:
+    """The earlier deadline of a step's row: its own, or its run's."""
+    return min((moment for moment in row[17:19] if moment is not None), default=None)
 
 
 def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:

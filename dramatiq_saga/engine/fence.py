@@ -213,6 +213,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
+    if decision.kind == "suspended" and after.is_overdue(now):
+        return False  # nothing begins after the run's deadline: the drive ends it (EXPIRE-1)
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:

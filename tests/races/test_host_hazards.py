@@ -170,7 +170,7 @@ def test_a_child_whose_park_was_gone_after_its_commit_is_parked_again(bench: Mak
         if not worker.sender.queue:
             break
         message = worker.message(worker.take())
-        delivery = worker.runner.persist(lambda: worker.deliver(message))  # noqa: B023
+        delivery = worker.runner.persist(lambda: worker.deliver(message))
         if getattr(delivery, "state", None) == "failed":
             worker.runner.give_up(delivery)
     assert host.left == 0

@@ -192,10 +192,10 @@ def _close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object 
 def _tell_of_no_plan(engine: Engine, snapshot: Snapshot, context: Replay, error: BaseException) -> None:
     """Journal that a run which is failing has to be held: its rollback is due and cannot be planned (COMP-3).
 
-    It is failing where its function has raised, and where a step or a child that has failed for good is the last that is recorded.
+    It is failing where its function has raised, and where a step or a child that has failed for good is the last thing recorded.
     """
     missing = error.sequence if isinstance(error, rollback.ReplanIncompleteError) else context.missed()
-    if missing is not None or context.raised is not None or snapshot.is_failing():
+    if missing is not None or context.broke_off or snapshot.is_failing():
         _no_plan(engine, snapshot, error, missing=missing)
 
 

@@ -159,9 +159,8 @@ class Replay:
         self.recording: str | None = None
         self.judged: str | None = None
         self.built: str | None = None  # the compensation whose message is being made
-        self.raised: Exception | None = (
-            None  # what the function failed with, before its end or at it; recorded is only its description
-        )
+        self.raised: Exception | None = None  # what the function failed with; recorded is only its description
+        self.broke_off = False  # it raised before everything that is recorded had been walked over
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -258,8 +257,8 @@ class Replay:
         return self.fault(HistoryMismatchError(self.snapshot.run_id, self.cursor + 1, entry.describe(), asked))
 
     def missed(self) -> int | None:
-        """Where the function has raised before its history's end: the first completed step or child after that which can be undone."""
-        if self.raised is None:
+        """Where the function broke off: the first completed step or child after that which has to be undone."""
+        if not self.broke_off:
             return None
         return next((entry.sequence for entry in self.entries[self.cursor :] if _can_be_undone(entry)), None)
 
@@ -646,7 +645,7 @@ def _walk(
         context.past_patches()
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
-            context.raised = error
+            context.broke_off = True
             raise HoldRun(_shortfall(context, asked)) from error
         context.raised = error
         return _decision(context, "failed", error=describe_error(error))

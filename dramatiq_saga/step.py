@@ -511,7 +511,7 @@ class Runner:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
         job, engine = lost.job, self.engine
         self._disarm()
-        if lost.status is not None:
+        if lost.status is not None and not lost.uncommitted:
             engine.anomalies.claim_lost(
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,

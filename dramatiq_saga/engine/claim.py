@@ -156,6 +156,7 @@ class Lost:
     unseen: bool
     undoing: bool  # a rollback of the run is going on
     overdue: bool = False  # the deadline of the step, or of its run, has passed
+    uncommitted: bool = False  # to no rival, but to its own commit
 
 
 class ClaimAttempt:
@@ -302,7 +303,7 @@ class ClaimAttempt:
 
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""
-        lost = self._lost(row)
+        lost = replace(self._lost(row), uncommitted=True)
         again = self.engine.now() + RETRY_UNCOMMITTED_MS
         if lost.retry_at is not None:
             return replace(lost, retry_at=max(lost.retry_at, again))

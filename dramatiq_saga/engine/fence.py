@@ -213,6 +213,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
+    if decision.kind == "suspended" and after.is_overdue(now):
+        return False  # nothing begins after the run's deadline: the drive ends it (EXPIRE-1)
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
@@ -233,10 +235,9 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    if not engine.write(operation, outbox):
+    if not drive.commit(engine, snapshot, decision, outbox, operation=operation):
         engine.cache.drop(job.run_id)
         return False
-    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         for alarm in ahead:

@@ -961,6 +961,22 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
 
 
+def test_kick_says_what_a_run_waits_for_that_nothing_is_sent_for(shop: Shop) -> None:
+    """KICK-1: a child run, a signal, a moment."""
+    run_id = shop("send", "campaign").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.children())
+    [child] = run.children()
+    shop.work_until(lambda: get_flow(child.child_id, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", run.id)
+    assert done.lines[1].startswith("  child 1 (newsletter, running): left alone: it is a run of its own")
+    napping = shop("send", "lenient").out.strip()
+    shop.work_until(lambda: get_flow(napping, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", napping)
+    assert done.lines[1].startswith("  wait 2 (timer, waiting): left alone: it ends at 20")
+
+
 def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> None:
     run = shop.start()
     run.cancel()

@@ -425,8 +425,17 @@ class Operator:
     # --- all runs ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> SweepReport:
-        """One sweep: monitor, then repair where it is enabled."""
-        return sweep(*self._engine("sweep"))
+        """One sweep: monitor, then repair where it is enabled.
+
+        Raises RefusedError where the application declares no workflow: it could drive nothing, and would call its actors unknown.
+        """
+        engine, sender = self._engine("sweep")
+        if not engine.workflows:
+            raise RefusedError(
+                "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
+                "actors (--app), the one that `dramatiq` is started with"
+            )
+        return sweep(engine, sender)
 
     def prune(
         self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False

@@ -362,7 +362,7 @@ def test_every_start_has_an_id_of_its_own(bench: MakeBench) -> None:
 
 
 def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
-    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 0.2}, base=LEASES))
+    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 1}, base=LEASES))
     heart = Heartbeat(worker.engine)
     worker.fail("beat", happened=False, unknown=False)
     with pytest.raises(StoreError):

@@ -317,17 +317,15 @@ def _reclaim(report: StepReport | CompensationReport, now: int) -> str:
     """When another worker may claim it: by its own deadline, and by the silence of its worker."""
     stale_at, lease = report.row.reclaim_stale_at, report.lease
     moments = []
-    if stale_at is not None:
-        moments.append(f"since {moment(stale_at)}" if stale_at <= now else f"at {moment(stale_at)} ({relative(stale_at, now)})")
     if lease is not None and lease.is_over(now):
         moments.append(f"{f'since {moment(lease.ends_at)}' if lease.ends_at else 'now'}, because its worker is silent")
     elif lease is not None:
         moments.append(f"at {moment(lease.ends_at)} ({relative(lease.ends_at, now)}) unless its worker is heard from")
-    return (
-        f"may be claimed again {', or '.join(moments)}"
-        if moments
-        else "and nothing will ever reclaim it (reclaim is off for it)"
-    )
+    if stale_at is not None:
+        moments.append(f"since {moment(stale_at)}" if stale_at <= now else f"at {moment(stale_at)} ({relative(stale_at, now)})")
+    if not moments:
+        return "and nothing will ever reclaim it (reclaim is off for it)"
+    return f"may be claimed again {', or '.join(moments)}"
 
 
 def _worker(report: StepReport | CompensationReport, now: int) -> Iterator[str]:

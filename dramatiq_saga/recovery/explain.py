@@ -483,12 +483,12 @@ class _Asking:
         acts, free = [], [] if reclaim_at is None else [reclaim_at]  # free: from when on it is free, whatever its worker does
         stands = f"reclaim deadline {'passed' if reclaim_at is not None and reclaim_at <= self.now else 'ahead'}"
         if lease is not None and lease.is_over(self.now):
-            stands = "which counts as dead"
+            stands = "whose lease is over"
             free.append(lease.ends_at)
             when = "since" if lease.ends_at else "now"
             acts.append(Act("lease", f"its worker is silent: {takes} {when}", lease.ends_at or None, on=not lost))
         elif lease is not None:
-            stands = "which is heard from"
+            stands = "whose lease holds"
             acts += [
                 Act("worker", "it records the outcome when the body returns; last heard from", lease.seen_at),
                 Act("lease", f"unless its worker is heard from before that, {takes} from", lease.ends_at, on=not lost),
@@ -496,7 +496,9 @@ class _Asking:
         if reclaim_at is not None:
             acts.append(Act("reclaim", f"{takes} from", reclaim_at, on=not lost))
         passed = any(moment <= self.now for moment in free)
-        since, unless = (min(free), "") if free else (lease.ends_at if lease else 0, "its worker is heard from")
+        since, unless = min(free, default=0), ""
+        if lease is not None and (not free or lease.ends_at < since):
+            since, unless = lease.ends_at, "its worker is heard from"
         acts.append(self._doctor("R3", since, repairs, repair_after, unless=unless))
         return Reason(
             f"{what}_running", f"{held}, {stands}, since", started_at, lost=passed and lost, acts=tuple(acts),

@@ -288,7 +288,7 @@ def test_a_step_on_a_living_worker_names_it_and_says_when_it_was_heard_from(make
     bench.advance(59)
     reason = deciding(bench, run)
     assert (reason.kind, reason.worker, reason.lost, reason.stuck) == ("step_running", "beat:host-7-1f", False, False)
-    assert reason.text == "running on worker host-7-1f (claim 1, try 1), which is heard from, since"
+    assert reason.text == "running on worker host-7-1f (claim 1, try 1), whose lease holds, since"
     ends = began + 60 * SECOND
     assert acts(reason) == {"worker": (began, True), "lease": (ends, False), "R3": (ends, True)}
     assert [act.text.startswith("unless its worker is heard from") for act in reason.acts] == [False, True, True]
@@ -303,7 +303,7 @@ def test_a_step_on_a_dead_worker_says_what_takes_it_over(make_bench: MakeBench) 
     run, ends = claimed_under_a_heartbeat(bench), bench.clock.now() + 60 * SECOND
     bench.advance(60)
     reason = deciding(bench, run)
-    assert "which counts as dead" in reason.text
+    assert "whose lease is over" in reason.text
     assert (reason.lost, reason.stuck, acts(reason)) == (True, False, {"lease": (ends, False), "R3": (ends, True)})
     assert f"kick {run.id}" in reason.advice[0]
     bench.sweep()
@@ -332,6 +332,9 @@ def test_a_reclaim_deadline_counts_beside_the_lease(make_bench: MakeBench) -> No
         "R3": (began + 30 * SECOND, True),
     }  # fmt: skip
     assert deciding(bench, run).advice == ()
+    later = claimed(bench, worker="beat:host-7-1f", reclaim_in=HOUR)
+    assert acts(deciding(bench, later))["R3"] == (began + 60 * SECOND, True)
+    assert deciding(bench, later).acts[-1].text.startswith("unless its worker is heard from")
     bench.advance(30)
     assert deciding(bench, run).lost
     assert f"kick {run.id}" in deciding(bench, run).advice[0]
@@ -373,7 +376,7 @@ def test_a_claim_under_a_heartbeat_is_never_reclaimed_with_leases_off(joined: Wo
     assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
     alone = Operator.on_database(tmp_path / "bench-0.db")
     try:
-        assert "which counts as dead" in alone.why(run.id).reasons[0].text
+        assert "whose lease is over" in alone.why(run.id).reasons[0].text
     finally:
         alone.close()
 

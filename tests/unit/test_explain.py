@@ -313,6 +313,26 @@ def test_a_step_on_a_dead_worker_says_what_takes_it_over(make_bench: MakeBench) 
     assert list_stuck(bench).runs == ()
 
 
+def test_an_undo_on_a_living_worker_is_told_alike(make_bench: MakeBench) -> None:
+    """RECLAIM-5 for compensations."""
+    bench = make_bench(settings=leases(**{"repair.enabled": True}))
+    run, ends = rolling_back(bench), bench.clock.now() + 60 * SECOND
+    claimed_under_a_heartbeat(bench)
+    bench.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = 'beat:host-7-1f' "
+        "WHERE run_id = ? AND sequence = 2",
+        bench.clock.now(), run.id,
+    )  # fmt: skip
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.lease and reason.lease.ends_at) == ("undo_running", ends)
+    assert "whose lease holds" in reason.text
+    undo = operator(bench).show_run(run.id).steps[1].compensation
+    assert undo is not None
+    assert undo.lease == reason.lease
+    bench.advance(60)
+    assert "whose lease is over" in deciding(bench, run).text
+
+
 def test_a_worker_whose_heartbeat_row_is_gone_counts_as_dead(make_bench: MakeBench) -> None:
     """RECLAIM-5."""
     bench = make_bench(settings=leases())

@@ -131,6 +131,10 @@ class SagaMiddleware(Middleware):
             raise NotImplementedError("overlap locks are not part of this version; claims alone keep work from running twice")
         if isinstance(database, Settings):
             raise TypeError("SagaMiddleware() takes its settings by name: SagaMiddleware(settings=Settings.recommended())")
+        if settings is not None and not isinstance(settings, Settings):
+            raise SettingsError(
+                "settings", f"must be a Settings, not {type(settings).__name__}: Settings.from_mapping() takes a mapping"
+            )
         self.settings = settings or Settings()
         self._database = database
         self._local = _Local()

@@ -174,9 +174,10 @@ class Operator:
     def on_database(cls, database: str | Path, *, settings: Settings | None = None) -> Operator:
         """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself.
 
-        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown.
+        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown. Leases are
+        then taken to be on: they concern what was claimed under a heartbeat alone, and only an application that has them on claims so.
         """
-        chosen = settings or Settings.from_env()
+        chosen = settings or Settings.from_mapping({"reclaim.dead_workers.enabled": True}, base=Settings.from_env())
         return cls(open_store(database, prefix=chosen.schema.table_prefix, auto_create=False), settings=chosen)
 
     def close(self) -> None:
@@ -212,7 +213,7 @@ class Operator:
         """One run, whole. Raises FlowNotFoundError."""
         self._require_tables()
         report = self.store.read(
-            lambda tx: read_run(tx, run_id, history=self.settings.history, tries_of=self._tries_of, events=events)
+            lambda tx: read_run(tx, run_id, settings=self.settings, tries_of=self._tries_of, events=events)
         )
         if report is None:
             raise FlowNotFoundError(run_id)
@@ -424,8 +425,17 @@ class Operator:
     # --- all runs ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> SweepReport:
-        """One sweep: monitor, then repair where it is enabled."""
-        return sweep(*self._engine("sweep"))
+        """One sweep: monitor, then repair where it is enabled.
+
+        Raises RefusedError where the application declares no workflow: it could drive nothing, and would call its actors unknown.
+        """
+        engine, sender = self._engine("sweep")
+        if not engine.workflows:
+            raise RefusedError(
+                "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
+                "actors (--app), the one that `dramatiq` is started with"
+            )
+        return sweep(engine, sender)
 
     def prune(
         self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False

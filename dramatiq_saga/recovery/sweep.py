@@ -18,13 +18,14 @@ from .rows import COMPENSATION, STEP, TABLES, WANTED
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
+    from ..settings import Settings
     from ..store.database import Tx
 
 #: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
 LONG_RUNNING_MS = 3_600_000
 
 #: Of a row ``r``; its marker is the moment before which it was begun. The first term is the predicate of the indexes of live rows.
-NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
+LONG_RUNNING = f"r.{LIVE} AND r.status = 'running' AND r.started_at <= ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,20 @@ def sweep(engine: Engine, sender: Sender) -> SweepReport:
     return SweepReport(monitored, repaired, left, never_reclaimed(engine))
 
 
+def never_reclaimed_sql(settings: Settings, kind: str) -> str:
+    """A row's condition: running for longer than an hour, with no reclaim deadline and no lease behind it (RECLAIM-4).
+
+    Its marker stands for the moment an hour ago.
+    """
+    unleased = f" AND NOT ({liveness.watched_sql('r.worker_id')})" if liveness.is_on(settings) else ""
+    return f"{LONG_RUNNING} AND r.reclaim_stale_at IS NULL{unleased} AND {WANTED[kind]}"
+
+
 def never_reclaimed(engine: Engine) -> int:
-    """``running`` rows older than an hour with no reclaim deadline, and no lease behind them (RECLAIM-4): they wait for a human."""
-    unleased = f" AND NOT ({liveness.watched_sql('r.worker_id')})" if liveness.is_on(engine.settings) else ""
+    """How many rows nothing will ever reclaim: they wait for a human (RECLAIM-4)."""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {NEVER_RECLAIMED}{unleased} AND {WANTED[kind]}"
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {never_reclaimed_sql(engine.settings, kind)}"
         for kind in (STEP, COMPENSATION)
     ]
 

@@ -598,12 +598,31 @@ def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
     assert "running: try 2 of 4 since " in running
     assert "and nothing will ever reclaim it (reclaim is off for it)" in running
     assert "worker w-1, claim 2" in running
-    shop.sql("UPDATE saga_action_runs SET worker_id = 'beat:w-1' WHERE sequence = 3")
-    assert "may be claimed again once its worker is not heard from for the lease" in shop("show", run.id).out  # RECLAIM-5
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 9999999999999 WHERE sequence = 3")
     assert "may be claimed again at 2286-11-20 17:46:39.999Z (in " in shop("show", run.id).out
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 1 WHERE sequence = 3")
     assert "may be claimed again since 1970-01-01 00:00:00.001Z" in shop("show", run.id).out
+
+
+def test_show_tells_who_is_at_a_step_and_when_that_was_heard_from(shop: Shop) -> None:
+    """RECLAIM-5: in the future, so that the worker lives however slow the machine is. The application has leases off."""
+    run = shop.failed_once()
+    shop.sql("UPDATE saga_action_runs SET status = 'running', worker_id = 'beat:w-1', attempts = 2 WHERE sequence = 3")
+    shop.sql("INSERT INTO saga_workers (id, host, pid, started_at, seen_at) VALUES ('beat:w-1', 'w', 1, 1, 9999999900000)")
+    assert "and nothing will ever reclaim it" in shop("show", run.id).out
+    shown = shop.plainly("--database", "shop.db", "show", run.id)
+    assert "worker w-1, claim 2, last heard from 2286-11-20 17:45:00.000Z (in " in shown.out
+    assert "may be claimed again at 2286-11-20 17:46:00.000Z (in " in shown.out
+    assert " unless its worker is heard from\n" in shown.out
+    value = shop.plainly("--database", "shop.db", "--json", "show", run.id).value["steps"][2]
+    assert (value["worker_seen_at"], value["lease_ends_at"]) == ("2286-11-20T17:45:00.000Z", "2286-11-20T17:46:00.000Z")
+    shop.sql("UPDATE saga_workers SET seen_at = 1")
+    assert (
+        "may be claimed again since 1970-01-01 00:01:00.001Z, because its worker is silent"
+        in shop.plainly("--database", "shop.db", "show", run.id).out
+    )
+    shop.sql("DELETE FROM saga_workers")
+    assert "may be claimed again now, because its worker is silent" in shop.plainly("--database", "shop.db", "show", run.id).out
 
 
 def test_show_tells_a_rollback_beside_the_steps_that_it_undoes(shop: Shop) -> None:

@@ -3,6 +3,9 @@
 :func:`make_up` invents what runs do; :class:`Chaos` does to them what a bad day does; :func:`violations` compares what the rows say
 with what the bodies have told the effect log. The same seed makes up the same runs and the same misfortunes; how they fall together
 is up to the machine, so a seed that fails is a lead, and what it leads to becomes a test by interleaving.
+
+Leases are on and shorter than most pauses: a worker that is stopped and goes on is one of two that work on the same row, and only
+the fence tells their outcomes apart. Every other seed has reclaim windows as well.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import os
 import random
 import signal
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from dramatiq import Message
+from dramatiq.brokers.redis import RedisBroker
+
 from dramatiq_saga import FlowHandle, SagaError, query
+from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.errors import StoreError
 from dramatiq_saga.operations import Operator
 from dramatiq_saga.statuses import FLOW_TERMINAL
@@ -31,12 +38,10 @@ from tests.support.waiting import DEADLINE, eventually
 Instruction = list[Any]
 T = TypeVar("T")
 
-#: Short windows, so that a bad day takes seconds. A paused worker outlives its reclaim deadline on purpose.
+#: Short windows, so that a bad day takes seconds. A paused worker outlives its lease on purpose.
 SETTINGS: dict[str, Any] = {
-    "actions.reclaim.stale_running.enabled": True,
-    "actions.reclaim.stale_running.after_seconds": 2,
-    "sagas.reclaim.stale_running.enabled": True,
-    "sagas.reclaim.stale_running.after_seconds": 2,
+    "reclaim.dead_workers.enabled": True,
+    "reclaim.dead_workers.lease_seconds": 1,
     "reclaim.max_claims": 50,
     "repair.enabled": True,
     "repair.grace_seconds": 1,
@@ -47,34 +52,51 @@ SETTINGS: dict[str, Any] = {
     "monitor.expiration.backoff.max_seconds": 1,
 }
 
+#: Of every other seed. A paused worker outlives its reclaim deadline too.
+WINDOWS: dict[str, Any] = {
+    "actions.reclaim.stale_running.enabled": True,
+    "actions.reclaim.stale_running.after_seconds": 2,
+    "sagas.reclaim.stale_running.enabled": True,
+    "sagas.reclaim.stale_running.after_seconds": 2,
+}
+
+#: What a run may be told to do, and how often.
+INSTRUCTIONS = {
+    "undone": 6, "optional": 1, "parked": 1, "parallel": 2, "saga": 1, "signal": 1, "sleep": 1, "recorded": 1, "caught": 1, "timeout": 1,
+    "child": 2,
+}  # fmt: skip
+
+#: What may go wrong, and how often.
+MISFORTUNES = {
+    "kill": 3, "pause": 3, "resume": 2, "double": 4, "drop": 4, "lock": 1, "forget": 1, "cancel": 1, "compensate": 1, "signal": 4,
+    "sweep": 3, "term": 1,
+}  # fmt: skip
+
+
+def every_kind_first(dice: random.Random, weights: dict[str, int]) -> Iterator[str]:
+    """Each kind once, in any order; after that as the weights have it."""
+    kinds = list(weights)
+    dice.shuffle(kinds)
+    yield from kinds
+    while True:
+        yield dice.choices(list(weights), list(weights.values()))[0]
+
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def make_up(dice: random.Random, *, depth: int = 0) -> list[Instruction]:
+def make_up(dice: random.Random, *, depth: int = 0, first: str | None = None) -> list[Instruction]:
     """What one run does."""
-    instructions = [_instruction(dice, depth) for _ in range(dice.randint(1, 5))]
+    instructions = [_instruction(dice, depth, first)]
+    instructions += [_instruction(dice, depth) for _ in range(dice.randint(0, 4))]
     if dice.random() < 0.25:
         instructions.append(["raise"])
     return instructions
 
 
-def _instruction(dice: random.Random, depth: int) -> Instruction:
-    kinds = ["undone"] * 6 + [
-        "optional",
-        "parked",
-        "parallel",
-        "parallel",
-        "saga",
-        "signal",
-        "sleep",
-        "recorded",
-        "caught",
-        "timeout",
-    ]
-    if depth == 0:
-        kinds += ["child", "child"]
-    match dice.choice(kinds):
+def _instruction(dice: random.Random, depth: int, kind: str | None = None) -> Instruction:
+    weights = {name: weight for name, weight in INSTRUCTIONS.items() if depth == 0 or name != "child"}
+    match kind or dice.choices(list(weights), list(weights.values()))[0]:
         case "parallel":
             members = [_member(dice, depth) for _ in range(dice.randint(0, 6))]
             return ["parallel", members, dice.choice([None, None, 1, 2]), dice.choice(["fail_fast", "wait_all_then_fail"])]
@@ -131,7 +153,9 @@ class Chaos:
         lock: Callable[[float], None] | None = None,
     ) -> None:
         self.dice = random.Random(seed)
-        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(SETTINGS), chaos_app.RETRY_AFTER: "2"}
+        self.happened: Counter[str] = Counter()
+        settings = {**SETTINGS, **(WINDOWS if self.dice.random() < 0.5 else {})}
+        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(settings), chaos_app.RETRY_AFTER: "2"}
         self.broker = chaos_app.connect(self.environment)
         self.told = chaos_app.declare(self.broker)
         self.operator = Operator.on_broker(self.broker)
@@ -139,6 +163,9 @@ class Chaos:
         self.store: Store = self.operator.store
         self._start_worker = start_worker
         self._lock = lock
+        misfortunes = {kind: weight for kind, weight in MISFORTUNES.items() if kind != "lock" or lock is not None}
+        self._misfortunes = every_kind_first(self.dice, misfortunes)
+        self._instructions = every_kind_first(self.dice, INSTRUCTIONS)
         self.workers = [self._worker() for _ in range(workers)]
         self.paused: set[int] = set()
         self.runs: list[FlowHandle[Any]] = []
@@ -148,12 +175,14 @@ class Chaos:
 
     def send(self, count: int) -> None:
         for _ in range(count):
-            instructions = make_up(self.dice)
+            instructions = make_up(self.dice, first=next(self._instructions))
             self.runs.append(self._patiently(lambda instructions=instructions: self.told.send(instructions)))  # type: ignore[misc]
 
     def misfortune(self) -> None:
         """One thing that goes wrong."""
-        self._patiently(self._misfortune)
+        kind = next(self._misfortunes)
+        if self._patiently(lambda: self._happen(kind)):
+            self.happened[kind] += 1
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """A worker that was stopped in the middle of a write keeps the whole file locked until it goes on."""
@@ -163,41 +192,38 @@ class Chaos:
             self._resume()
             return action()
 
-    def _misfortune(self) -> None:
-        match self.dice.choices(
-            ["kill", "pause", "resume", "double", "drop", "lock", "cancel", "compensate", "signal", "sweep", "term"],
-            [3, 2, 3, 4, 4, 1, 1, 1, 4, 3, 1],
-        )[0]:
+    def _happen(self, kind: str) -> bool:
+        """False where there was nothing to be done harm to."""
+        match kind:
             case "kill":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.kill())
             case "term":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
             case "pause":
-                index = self.dice.randrange(len(self.workers))
-                if index not in self.paused and len(self.paused) < len(self.workers) - 1:
-                    self._pause(index, self.dice.uniform(0.5, 4.0))
+                self._resume()
+                self._pause(self.dice.randrange(len(self.workers)), self.dice.uniform(0.5, 4.0))
             case "resume":
                 self._resume()
-            case "double":
-                self._messages(
-                    "INSERT INTO {messages} (queue, state, priority, available_at, attempts, actor, message_id, enqueued_at, message) "
-                    "SELECT queue, 0, priority, available_at, 0, actor, message_id, enqueued_at, message FROM {messages} WHERE id = ?"
-                )
-            case "drop":
-                self._messages("DELETE FROM {messages} WHERE id = ? AND state <> 2")
+            case "double" | "drop":
+                return self._lose_or_double(kind)
+            case "forget":  # as if somebody had tidied up
+                return bool(self.store.write(lambda tx: tx.run("DELETE FROM {workers}")))
             case "lock":
-                if self._lock is not None:
-                    self._lock(self.dice.uniform(0.1, 1.0))
+                assert self._lock is not None
+                self._lock(self.dice.uniform(0.1, 1.0))
             case "cancel":
                 with suppress(SagaError):
-                    self.dice.choice(self.runs).cancel("a bad day")
+                    return self.dice.choice(self.runs).cancel("a bad day")
+                return False
             case "compensate":
                 with suppress(SagaError):
-                    self.dice.choice(self.runs).compensate("a bad day")
+                    return self.dice.choice(self.runs).compensate("a bad day")
+                return False
             case "signal":
                 self.answer(self.dice.choice(self.runs))
             case "sweep":
                 self.operator.sweep()
+        return True
 
     def _pause(self, index: int, seconds: float) -> None:
         """Stop a worker in whatever it is doing. It goes on by itself: it may hold locks that we wait for."""
@@ -225,14 +251,37 @@ class Chaos:
             os.killpg(self.workers[index].pid, signal.SIGCONT)
         self.paused.clear()
 
-    def _messages(self, statement: str) -> None:
-        """Do something to a message that nobody holds."""
-        if chaos_app.REDIS in self.environment:
-            return
-        numbers = [row[0] for row in self.store.read(lambda tx: tx.all("SELECT id FROM {messages} WHERE state <> 3"))]
-        if numbers:
+    def _lose_or_double(self, kind: str) -> bool:
+        """Do that to a message that waits; with a database also to one that somebody holds."""
+        if isinstance(self.broker, DatabaseBroker):
+            state = "state <> 3" if kind == "double" else "state < 2"
+            numbers = [row[0] for row in self.store.read(lambda tx: tx.all(f"SELECT id FROM {{messages}} WHERE {state}"))]
+            if not numbers:
+                return False
+            statement = (
+                "INSERT INTO {messages} (queue, state, priority, available_at, attempts, actor, message_id, enqueued_at, message) "
+                "SELECT queue, 0, priority, available_at, 0, actor, message_id, enqueued_at, message FROM {messages} WHERE id = ?"
+            )
+            if kind == "drop":
+                statement = "DELETE FROM {messages} WHERE id = ? AND state < 2"
             chosen = self.dice.choice(numbers)
-            self.store.write(lambda tx: tx.run(statement, (chosen,)))
+            return bool(self.store.write(lambda tx: tx.run(statement, (chosen,))))
+        message = self._take()
+        for _ in range(2 if message is not None and kind == "double" else 0):
+            self.broker.enqueue(message)
+        return message is not None
+
+    def _take(self) -> Message[Any] | None:
+        """A message out of the queue of another broker."""
+        if isinstance(self.broker, RedisBroker):
+            client, key = self.broker.client, f"{self.broker.namespace}:default"
+            number = client.lpop(key)
+            body = None if number is None else client.hget(f"{key}.msgs", number)
+            client.hdel(f"{key}.msgs", number or b"")
+        else:
+            channel: Any = self.broker.channel  # type: ignore[attr-defined]
+            _, _, body = channel.basic_get("default", auto_ack=True)
+        return None if body is None else Message.decode(body)
 
     def answer(self, run: FlowHandle[Any]) -> None:
         """Send a run the signals that it waits for."""
@@ -290,6 +339,17 @@ class Chaos:
         self._resume()
         for worker in self.workers:
             worker.kill()
+
+
+def fought_over(effects: EffectLog) -> int:
+    """How many steps and undos two live workers have worked on at once: what only fences tell apart."""
+    begun: dict[tuple[str, int, str], list[tuple[int, int, int]]] = defaultdict(list)
+    ends = {(e["run"], e["sequence"], e["effect"].split()[0], e["attempt"]): e["at"] for e in effects if " " in e["effect"]}
+    for e in effects:
+        if " " not in e["effect"]:
+            key = (e["run"], e["sequence"], e["effect"])
+            begun[key].append((e["attempt"], e["at"], ends.get((*key, e["attempt"]), 0)))
+    return sum(any(one[2] > other[1] for one, other in itertools.pairwise(sorted(claims))) for claims in begun.values())
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------
@@ -357,13 +417,26 @@ def _histories(store: Store) -> Iterator[str]:
     for run_id, words in ends.items():
         if len(words) > 1:
             yield f"{run_id} ended {len(words)} times: {words}"
-    twice = store.read(
+    for word in ("action.completed", "compensation.completed", "signal.consumed", "child.started"):
+        twice = store.read(
+            lambda tx, word=word: tx.all(  # type: ignore[misc]
+                "SELECT e.run_id, e.sequence, COUNT(*) FROM {flow_events} e LEFT JOIN {action_runs} a ON a.run_id = e.run_id "
+                "AND a.sequence = e.sequence WHERE e.type = ? AND COALESCE(a.cycle, 0) = 0 "  # a parked step is signalled each time
+                "GROUP BY e.run_id, e.sequence HAVING COUNT(*) > 1",
+                (word,),
+            )
+        )
+        for run_id, sequence, count in twice:
+            yield f"{run_id}: {word} {sequence} is recorded {count} times"
+    after_the_end = store.read(
         lambda tx: tx.all(
-            "SELECT run_id, sequence, COUNT(*) FROM {flow_events} WHERE type = 'action.completed' GROUP BY run_id, sequence HAVING COUNT(*) > 1"
+            "SELECT e.run_id, e.type, e.sequence FROM {flow_events} e JOIN {flow_events} f ON f.run_id = e.run_id AND f.id < e.id "
+            "WHERE f.type IN ('flow.completed', 'flow.failed', 'flow.cancelled', 'flow.expired') AND e.type IN "
+            "('action.started', 'action.completed', 'action.failed', 'signal.consumed', 'child.started', 'side_effect.recorded')"
         )
     )
-    for run_id, sequence, count in twice:
-        yield f"{run_id} step {sequence} completed {count} times"
+    for run_id, word, sequence in after_the_end:
+        yield f"{run_id}: {word} {sequence} after its end"
 
 
 def _rollbacks(
@@ -390,6 +463,8 @@ def _rollbacks(
     for run_id, sequence, level, status, attempts, _ in undone:
         levels[run_id][level].append(sequence)
         ended = told[run_id, sequence, "undo ended"]
+        if told[run_id, sequence, "undo"] and steps[run_id, sequence] != "completed":
+            yield f"{run_id}: step {sequence} was undone, and it is {steps[run_id, sequence]}"
         if status == "completed" and not any(entry["attempt"] == attempts for entry in ended):
             yield f"{run_id}: the undo of step {sequence} is recorded, and its body never ended"
         if runs[run_id][2] == "done" and status != "completed":

@@ -48,7 +48,7 @@ def declare(broker: dramatiq.Broker) -> Workflow[[list[Instruction]], list[Any]]
         told = note("work")
         cycle = int(str(told["key"]).rsplit(":", 1)[1])
         if how == "slow":
-            time.sleep(0.2)
+            time.sleep(0.3)
         if how == "broken" or (how == "flaky" and told["attempt"] == 1) or (how == "parked" and cycle < succeeds_in):
             note("work failed")
             raise ValueError(how)

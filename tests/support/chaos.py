@@ -31,7 +31,7 @@ from dramatiq_saga.operations import Operator
 from dramatiq_saga.statuses import FLOW_TERMINAL
 from dramatiq_saga.store.database import Store
 from tests.processes import chaos_app
-from tests.support.effects import EffectLog
+from tests.support.effects import VARIABLE, EffectLog
 from tests.support.processes import WorkerProcess
 from tests.support.waiting import DEADLINE, eventually
 
@@ -68,7 +68,7 @@ INSTRUCTIONS = {
 
 #: What may go wrong, and how often.
 MISFORTUNES = {
-    "kill": 3, "pause": 3, "resume": 2, "double": 4, "drop": 4, "lock": 1, "forget": 1, "cancel": 1, "compensate": 1, "signal": 4,
+    "kill": 3, "pause": 4, "double": 4, "drop": 4, "lock": 1, "forget": 1, "cancel": 1, "compensate": 1, "signal": 4,
     "sweep": 3, "term": 1,
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def _member(dice: random.Random, depth: int) -> Instruction:
 
 
 def _step(dice: random.Random) -> Instruction:
-    how = dice.choices(["fine", "slow", "flaky", "broken"], [10, 3, 3, 1])[0]
+    how = dice.choices(["fine", "slow", "flaky", "broken"], [8, 6, 3, 1])[0]
     return ["undone", how, dice.choices(["fine", "flaky"], [4, 1])[0]]
 
 
@@ -153,9 +153,10 @@ class Chaos:
         lock: Callable[[float], None] | None = None,
     ) -> None:
         self.dice = random.Random(seed)
+        self.effects = EffectLog(environment[VARIABLE])
         self.happened: Counter[str] = Counter()
         settings = {**SETTINGS, **(WINDOWS if self.dice.random() < 0.5 else {})}
-        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(settings), chaos_app.RETRY_AFTER: "2"}
+        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(settings), chaos_app.RETRY_AFTER: "1"}
         self.broker = chaos_app.connect(self.environment)
         self.told = chaos_app.declare(self.broker)
         self.operator = Operator.on_broker(self.broker)
@@ -175,8 +176,10 @@ class Chaos:
 
     def send(self, count: int) -> None:
         for _ in range(count):
-            instructions = make_up(self.dice, first=next(self._instructions))
-            self.runs.append(self._patiently(lambda instructions=instructions: self.told.send(instructions)))  # type: ignore[misc]
+            self._start(make_up(self.dice, first=next(self._instructions)))
+
+    def _start(self, instructions: list[Instruction]) -> None:
+        self.runs.append(self._patiently(lambda: self.told.send(instructions)))
 
     def misfortune(self) -> None:
         """One thing that goes wrong."""
@@ -200,10 +203,7 @@ class Chaos:
             case "term":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
             case "pause":
-                self._resume()
-                self._pause(self.dice.randrange(len(self.workers)), self.dice.uniform(0.5, 4.0))
-            case "resume":
-                self._resume()
+                return self._pause(self.dice.uniform(1.0, 4.5))
             case "double" | "drop":
                 return self._lose_or_double(kind)
             case "forget":  # as if somebody had tidied up
@@ -225,19 +225,35 @@ class Chaos:
                 self.operator.sweep()
         return True
 
-    def _pause(self, index: int, seconds: float) -> None:
-        """Stop a worker in whatever it is doing. It goes on by itself: it may hold locks that we wait for."""
-        worker = self.workers[index]
-        self.paused.add(index)
-        os.killpg(worker.pid, signal.SIGSTOP)
+    def _pause(self, seconds: float) -> bool:
+        """Stop a worker in the middle of a body. It goes on by itself: it may hold locks that we wait for."""
+        if self.paused:
+            return False
+        self._start([["undone", "slow", "fine"]])
+        with suppress(AssertionError):  # everybody waits for something else
+            index = eventually(self._busy, 3)[0]
+            worker = self.workers[index]
+            self.paused.add(index)
+            os.killpg(worker.pid, signal.SIGSTOP)
 
-        def go_on() -> None:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGCONT)
+            def go_on() -> None:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGCONT)
+                self.paused.discard(index)
 
-        timer = threading.Timer(seconds, go_on)
-        timer.daemon = True
-        timer.start()
+            timer = threading.Timer(seconds, go_on)
+            timer.daemon = True
+            timer.start()
+            return True
+        return False
+
+    def _busy(self) -> list[int]:
+        """The workers that are in the middle of a body."""
+        bodies = {}
+        for entry in self.effects.entries()[-40:]:
+            bodies[entry["run"], entry["sequence"], entry["attempt"]] = (" " in entry["effect"], entry["pid"])
+        running = {pid for ended, pid in bodies.values() if not ended}
+        return [index for index, worker in enumerate(self.workers) if any(_is_in(pid, worker) for pid in running)]
 
     def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
         if index in self.paused:
@@ -247,7 +263,7 @@ class Chaos:
         self.workers[index] = self._worker()
 
     def _resume(self) -> None:
-        for index in self.paused:
+        for index in list(self.paused):
             os.killpg(self.workers[index].pid, signal.SIGCONT)
         self.paused.clear()
 
@@ -296,7 +312,6 @@ class Chaos:
 
     def settle(self) -> None:
         """The bad day is over: every run comes to its end."""
-        self._resume()
 
         def ended() -> bool:
             self.operator.sweep()
@@ -339,6 +354,12 @@ class Chaos:
         self._resume()
         for worker in self.workers:
             worker.kill()
+
+
+def _is_in(pid: int, worker: WorkerProcess) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid) == worker.pid
+    return False
 
 
 def fought_over(effects: EffectLog) -> int:

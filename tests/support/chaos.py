@@ -36,6 +36,7 @@ from tests.support.processes import WorkerProcess
 from tests.support.waiting import DEADLINE, eventually
 
 Instruction = list[Any]
+Body = tuple[str, int, str, int]  # run, sequence, what, attempt
 T = TypeVar("T")
 
 #: Short windows, so that a bad day takes seconds. A paused worker outlives its lease on purpose.
@@ -203,7 +204,7 @@ class Chaos:
             case "term":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
             case "pause":
-                return self._pause(self.dice.uniform(1.0, 4.5))
+                return self._pause(self.dice.uniform(2.0, 6.0))
             case "double" | "drop":
                 return self._lose_or_double(kind)
             case "forget":  # as if somebody had tidied up
@@ -226,34 +227,47 @@ class Chaos:
         return True
 
     def _pause(self, seconds: float) -> bool:
-        """Stop a worker in the middle of a body. It goes on by itself: it may hold locks that we wait for."""
+        """Stop a worker in the middle of a body. It goes on as soon as another has begun that body again, or after a while: it may
+        hold locks that everybody waits for."""
         if self.paused:
             return False
         self._start([["undone", "slow", "fine"]])
-        with suppress(AssertionError):  # everybody waits for something else
-            index = eventually(self._busy, 3)[0]
-            worker = self.workers[index]
-            self.paused.add(index)
-            os.killpg(worker.pid, signal.SIGSTOP)
+        try:
+            index, bodies = eventually(self._busy, 3)
+        except AssertionError:  # everybody waits for something else
+            return False
+        group = self.workers[index].pid
+        self.paused.add(index)
+        os.killpg(group, signal.SIGSTOP)
 
-            def go_on() -> None:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGCONT)
-                self.paused.discard(index)
+        def go_on() -> None:
+            with suppress(AssertionError):
+                eventually(lambda: self._begun_again(bodies), seconds, interval=0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+            self.paused.discard(index)
 
-            timer = threading.Timer(seconds, go_on)
-            timer.daemon = True
-            timer.start()
-            return True
-        return False
+        threading.Thread(target=go_on, daemon=True).start()
+        return True
 
-    def _busy(self) -> list[int]:
-        """The workers that are in the middle of a body."""
-        bodies = {}
+    def _busy(self) -> tuple[int, set[Body]] | None:
+        """A worker that is in the middle of bodies, and which."""
+        running: dict[Body, int] = {}
         for entry in self.effects.entries()[-40:]:
-            bodies[entry["run"], entry["sequence"], entry["attempt"]] = (" " in entry["effect"], entry["pid"])
-        running = {pid for ended, pid in bodies.values() if not ended}
-        return [index for index, worker in enumerate(self.workers) if any(_is_in(pid, worker) for pid in running)]
+            body = (entry["run"], entry["sequence"], entry["effect"].split()[0], entry["attempt"])
+            running[body] = entry["pid"] if " " not in entry["effect"] else 0
+        for index, worker in enumerate(self.workers):
+            bodies = {body for body, pid in running.items() if pid and _is_in(pid, worker)}
+            if bodies:
+                return index, bodies
+        return None
+
+    def _begun_again(self, bodies: set[Body]) -> bool:
+        return any(
+            entry["attempt"] > attempt
+            for run, sequence, effect, attempt in bodies
+            for entry in self.effects.entries(effect, run=run, sequence=sequence)
+        )
 
     def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
         if index in self.paused:

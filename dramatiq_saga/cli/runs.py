@@ -349,7 +349,9 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
             done=False,
         )
     if not report.driven:
-        return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
+        again = f"; its work is begun anew by a new run: dramatiq-saga send {cell(report.workflow)}"
+        said = f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"
+        return Answer(value, [said + ("" if report.status == "completed" else again)])
     lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
     for row in report.rows:
         what = f"{'step' if row.kind == 'step' else 'undo of step'} {row.sequence} ({cell(row.actor)}, {row.status})"

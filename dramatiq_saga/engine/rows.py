@@ -246,6 +246,7 @@ class Snapshot:
     signals: tuple[ReceivedSignal, ...] = ()
     parent: Parent | None = None
     close_request: str | None = None
+    created_at: int = 0  # tells it from a run that had its id before, and was pruned
 
     def moved(
         self, *, status: str, revision: int, wakes: int, wakes_seen: int, hold_count: int, entries: list[Entry],
@@ -255,6 +256,7 @@ class Snapshot:
         return Snapshot(
             self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
             wakes, wakes_seen, self.args, self.context, hold_count, entries, tags, signals, self.parent, self.close_request,
+            self.created_at,
         )  # fmt: skip
 
 

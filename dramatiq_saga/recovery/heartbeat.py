@@ -44,7 +44,7 @@ RETRY = 1.0
 #: Rows of workers that have been silent for this many milliseconds are deleted; gone or silent, they count as dead.
 FORGOTTEN_MS = 86_400_000
 
-_HERE = "SELECT seen_at FROM {workers} WHERE id = ?"
+_HERE = "SELECT seen_at FROM {workers} WHERE id = ?{for_update}"  # another one may be forgetting it
 _ENTER = "INSERT INTO {workers} (id, host, pid, started_at, seen_at) VALUES (?, ?, ?, ?, ?)"
 _BEAT = "UPDATE {workers} SET seen_at = ? WHERE id = ?"
 _AHEAD = "SELECT id FROM {workers} WHERE seen_at > ? ORDER BY id"
@@ -102,15 +102,21 @@ class Heartbeat:
             self.leave()
 
     def enter(self) -> None:
-        """Take a new id and write its row; claims are made under it from here on."""
+        """Take a new id and write its row; claims are made under it from here on.
+
+        Others are given the time for one beat before they are judged: nobody knows here whether the database could be reached until now.
+        """
         self.id = f"{liveness.WATCHED}{self._host[:24]}-{self.pid}-{secrets.token_hex(8)}"
         self._started_at = self._seen = self._engine.now()
         self._beaten = self._monotonic()
         self.beat()
+        self._judges = max(self._judges, self._beaten + self._lease // BEATS)
         self._engine.heart = self
 
     def leave(self) -> bool:
-        """Make no more claims under the id, and delete its row; false where a claim is left behind, and so the row."""
+        """Make no more claims under the id, and delete its row; false where a claim is left behind, and so the row, and in a fork."""
+        if self.pid != os.getpid():
+            return False
         self._engine.heart = None
         mine = self.id
 

@@ -28,16 +28,24 @@ from tests.races.conftest import MakeBench, Shop
 from tests.races.test_interleavings import Doorstep, at_first_step
 from tests.support.bench import Background, Bench
 
+on_one_machine = pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
 
 LEASES = Settings.from_mapping({"reclaim.dead_workers.enabled": True, "repair.enabled": True})
 
 
-def alive(make: MakeBench, settings: Settings = LEASES, *, uptime: ManualClock | None = None) -> tuple[Bench, Heartbeat]:
-    """A worker that has just been heard from. Where clocks are set, ``uptime`` is the one that nobody sets."""
+def alive(
+    make: MakeBench, settings: Settings = LEASES, *, uptime: ManualClock | None = None, new: bool = False
+) -> tuple[Bench, Heartbeat]:
+    """A worker that has just been heard from, and has been here for long enough to judge the others, unless it is ``new``.
+
+    Where clocks are set, ``uptime`` is the one that nobody sets.
+    """
     worker = make(settings=settings)
     heart = Heartbeat(worker.engine, monotonic=None if uptime is None else uptime.now)
     heart.enter()
+    if not new:
+        heart._judges = 0
     return worker, heart
 
 
@@ -294,6 +302,31 @@ def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeB
     assert first.step(run) == ("completed", 2)
 
 
+@on_one_machine
+def test_a_worker_that_has_just_started_gives_the_others_time_for_a_beat(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """RECLAIM-5: after an outage of the database, a new worker may be back before those that have lived through it."""
+    first, heart = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(3600)
+    second, other = alive(bench, new=True)
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 15_000
+    clock.advance(14)
+    heart.beat()
+    clock.advance(1)
+    other.beat()
+    assert isinstance(claim(second, message), Lost)
+    for _ in range(2):
+        clock.advance(30)
+        other.beat()
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+
+
 def test_a_beat_that_commits_late_is_a_lapse(bench: MakeBench, clock: ManualClock) -> None:
     """RECLAIM-5: until it had committed, others saw the moment before."""
     worker, heart = alive(bench)
@@ -305,9 +338,6 @@ def test_a_beat_that_commits_late_is_a_lapse(bench: MakeBench, clock: ManualCloc
 
 
 # --- the machine's clock is set --------------------------------------------------------------------------------------
-
-
-on_one_machine = pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 
 
 class Time:
@@ -432,6 +462,15 @@ def test_a_row_that_a_claim_rests_on_is_left_to_its_lease(
     assert not heart.leave()
     assert workers(worker) == [heart.id]
     assert isinstance(claim(worker, message), Lost)
+
+
+@on_one_machine
+def test_a_fork_that_stops_a_worker_leaves_the_heartbeat_of_its_parent(bench: MakeBench) -> None:
+    """RECLAIM-5: it has inherited the object, and not the thread that beats."""
+    worker, heart = alive(bench)
+    heart.pid = os.getppid()
+    assert not heart.leave()
+    assert workers(worker) == [heart.id]
 
 
 def test_a_heartbeat_row_that_is_gone_comes_back_with_the_next_beat(bench: MakeBench) -> None:

@@ -125,3 +125,27 @@ def test_a_stopped_worker_that_goes_on_is_refused(leased: Field, effects: Effect
     row = leased.step(run).row
     assert (row.status, row.attempts, row.ended_at) == ("completed", 2, ended.ended_at)
     assert effects.count("work") == 2
+
+
+@pytest.mark.parametrize("leased", ["sqlite"], indirect=True)
+def test_a_database_that_nobody_could_reach_for_longer_than_the_lease_kills_nobody(
+    leased: Field, effects: EffectLog, gates: Gates, sqlite_path: Path, python_process: Callable[..., Process]
+) -> None:
+    """RECLAIM-5: the message of a step at work comes to another worker afterwards, and that one waits for the first to be heard from."""
+    run = leased.send("job", "gate")
+    leased.worker(threads=1, env={"dramatiq_queue_prefetch": "1"})  # it has no room for the message that comes back
+    gates.wait_reached("work-gate")
+    other = leased.worker(threads=1)
+    python_process("-m", "tests.support.lock_holder", str(sqlite_path))
+    gates.wait_reached("locked")
+    clock = leased.operator.store.clock
+    eventually(
+        lambda: clock.now() - leased.count("SELECT MAX(seen_at) FROM {workers}") > 2_500, because="nobody has been heard from"
+    )
+    gates.open("locked")
+    other.wait_for_output("claim_lost")
+    assert leased.step(run).row.attempts == 1
+    gates.open("work-gate")
+    leased.wait_ended(run)
+    assert leased.step(run).row.attempts == 1
+    assert effects.names() == ["work", "work ended"]

@@ -211,7 +211,7 @@ class Chaos:
                 return bool(self.store.write(lambda tx: tx.run("DELETE FROM {workers}")))
             case "lock":
                 assert self._lock is not None
-                self._lock(self.dice.uniform(0.1, 1.0))
+                self._lock(self.dice.uniform(0.1, 2.5))
             case "cancel":
                 with suppress(SagaError):
                     return self.dice.choice(self.runs).cancel("a bad day")

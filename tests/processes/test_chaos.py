@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from tests.processes import chaos_app
-from tests.support.chaos import Chaos, fought_over, violations
+from tests.support.chaos import Chaos
 from tests.support.effects import VARIABLE, EffectLog
+from tests.support.invariants import fought_over, violations
 from tests.support.processes import WorkerProcess
 
-RUNS = int(os.environ.get("CHAOS_RUNS", "20"))
-MISFORTUNES = int(os.environ.get("CHAOS_MISFORTUNES", "14"))
+RUNS = int(os.environ.get("CHAOS_RUNS", "16"))
+MISFORTUNES = int(os.environ.get("CHAOS_MISFORTUNES", "12"))
 KINDS = ["sqlite", "redis", "rabbitmq", *(["postgresql"] if "CHAOS_RUNS" in os.environ else [])]
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 

@@ -56,8 +56,11 @@ class Heart(Protocol):
     pid: int
     #: How often it has been silent for so long that others may have taken this process for dead.
     lapses: int
-    #: The moment before which this process takes nobody for dead: after a silence of its own, the others may have been cut off as well.
-    judges_from: int
+
+    @property
+    def judges_from(self) -> int:
+        """The moment before which this process takes nobody for dead: after a silence of its own, the others may have been cut off too."""
+        ...
 
     def is_silent(self) -> bool:
         """Whether it is silent for that long now."""
@@ -91,7 +94,8 @@ def horizon(engine: Engine, now: int) -> int:
     back. test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet
     """
     heart = heart_of(engine)
-    return -1 if heart is not None and now < heart.judges_from else now - lease_ms(engine.settings)
+    blind = heart is not None and (now < heart.judges_from or heart.is_silent())
+    return -1 if blind else now - lease_ms(engine.settings)
 
 
 def is_watched(worker_id: str | None) -> bool:

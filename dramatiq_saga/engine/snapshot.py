@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _RUN = (
     "SELECT f.workflow, f.version, f.queue, f.priority, f.options, f.status, f.rollback, f.revision, f.wakes, f.wakes_seen, f.args, "
-    "f.context, f.hold_count, f.close_request, f.parent_id, f.parent_sequence, p.workflow, p.queue, p.priority, f.expires_at "
+    "f.context, f.hold_count, f.close_request, f.parent_id, f.parent_sequence, p.workflow, p.queue, p.priority, f.expires_at, f.created_at "
     "FROM {flow_runs} f LEFT JOIN {flow_runs} p ON p.id = f.parent_id WHERE f.id = ?"
 )
 _STEPS = (
@@ -117,6 +117,7 @@ def read(tx: Tx, run_id: str, *, for_drive: bool = False) -> Snapshot | None:
         None if run[14] is None or run[16] is None else Parent(*run[14:19]),
         run[13],
         run[19],
+        run[20],
     )
 
 

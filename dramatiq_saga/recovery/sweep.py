@@ -107,8 +107,9 @@ def _monitored(report: MonitorReport) -> str:
         (report.timed_out, "timed out (waits)"), (report.expired_steps, "expired (steps)"), (report.expired_runs, "expired (runs)"),
         (report.expiry_failed, "could not be expired (runs, see expiry_failed)"),
     )  # fmt: skip
+    late = f", up to {_count(report.late_ms // 1000, 'second')} late" if report.late_ms >= 1000 else ""
     held = _held(report)
-    return f"overdue: {overdue}; {held}" if overdue else held
+    return f"overdue: {overdue}{late}; {held}" if overdue else held
 
 
 def _held(report: MonitorReport) -> str:

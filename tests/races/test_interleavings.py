@@ -23,6 +23,7 @@ from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
 from dramatiq_saga.events import ActionOutcomeRejected, subscribe, unsubscribe
+from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.support import servers
@@ -1136,3 +1137,24 @@ def test_writers_of_one_run_never_deadlock(
         background.result()
     assert seen == []
     assert {status for _, status in driver.steps(run)} <= {"completed", "failed", "cancelled", "running"}
+
+
+def test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """C55, DRIVE-1: the same run id again, at the same revision and wake count as the one that a worker still has in memory."""
+    first, second = bench(), bench()
+    run, message = at_first_step(first)
+    second.deliver(message)
+    second.sender.queue.clear()
+    first.cancel(run)
+    clock.advance(1)
+    assert prune(first.store, before=clock.now()).pruned == 1
+    assert first.start("checkout", "another order", run_id=run) == run
+    for _ in range(2):
+        first.deliver(first.take())
+    second.deliver(first.take())
+    second.run()
+    first.run()
+    assert first.status(run) == "completed"
+    assert shop.ran[-3:] == [(actor, "another order") for actor in ("charge", "reserve", "ship")]

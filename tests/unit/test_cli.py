@@ -1001,7 +1001,22 @@ def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> No
     run.cancel()
     done = shop("kick", run.id)
     assert done.status == 0
-    assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
+    said = f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done; its work is begun anew by"
+    assert done.lines == [f"{said} a new run: dramatiq-saga send checkout"]
+
+
+def test_an_expired_run_stays_expired_and_a_new_one_has_a_deadline_of_its_own(shop: Shop) -> None:
+    """C38, STATUS-1: a kick does not wake it, and says what does its work; the new run is not expired by the old one's deadline."""
+    assert shop("sweep").status == 0
+    send = shop.module.checkout.send_with_options
+    run = send(args=("order-1",), expires_in=0.001)
+    eventually(lambda: shop("sweep").status == 0 and run.status == "expired")
+    assert "a new run: dramatiq-saga send checkout" in shop("kick", run.id).out
+    again = send(args=("order-1",), expires_in=3600)
+    assert shop("sweep").status == 0
+    assert (run.status, again.status) == ("expired", "pending")
+    old, new = (shop.sql("SELECT expires_at FROM saga_flow_runs WHERE id = ?", one.id)[0][0] for one in (run, again))
+    assert new > old + 3_599_000
 
 
 def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import peewee
 import pytest
 
+from dramatiq_saga import Flow, get_flow
 from dramatiq_saga.errors import SchemaVersionError
 from dramatiq_saga.store import migrations
 from dramatiq_saga.store.database import Store, open_store
@@ -18,6 +20,7 @@ from dramatiq_saga.store.models import TABLES
 from tests.support.gates import Gates
 from tests.support.processes import Process
 from tests.support.stores import add, count
+from tests.support.workbench import Workbench
 
 FORK_TWELVE = """
 import os, sys
@@ -172,6 +175,41 @@ def test_an_interrupted_migration_is_finished_by_the_next_one(
     assert store.migrate() == migrations.names()
     assert tables(store) == {store.prefix + name for name in (*TABLES, "schema_migrations")}
     assert store.write(add()) == 1
+
+
+def test_a_run_that_waits_goes_on_after_an_upgrade_that_broke_off_and_was_repeated(
+    tmp_path: Path, second: Callable[..., None]
+) -> None:
+    """C64: it waits under the old tables, the first upgrade ends half way, the next one does it, a third one has nothing to do."""
+
+    def waits(bench: Workbench) -> Callable[..., Any]:
+        def function(flow: Flow, traveller: str) -> Any:
+            flow.run(bench.actors["pay"], traveller)
+            return flow.await_signal("go")
+
+        return function
+
+    def break_off(database: peewee.Database, prefix: str) -> None:
+        colour(database, prefix)
+        raise KeyboardInterrupt
+
+    with closing(Workbench(tmp_path / "bench.db")) as bench:
+        bench.flow_function = waits(bench)
+        run = bench.send()
+        bench.work_until(lambda: run.status == "waiting")
+    second(break_off)
+    with pytest.raises(KeyboardInterrupt), closing(Workbench(tmp_path / "bench.db")):
+        pass
+    second(colour)
+    for _ in range(2):
+        with closing(Workbench(tmp_path / "bench.db")) as again:
+            again.flow_function = waits(again)
+            handle = get_flow(run.id, broker=again.broker)
+            if handle.status == "waiting":
+                handle.signal("go", "on")
+                again.work_until(lambda: handle.status == "completed")
+            assert handle.result() == "on"
+            assert again.done == []
 
 
 def test_twelve_processes_start_at_once(

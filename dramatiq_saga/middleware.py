@@ -292,7 +292,7 @@ class SagaMiddleware(Middleware):
             self.log.warning(
                 "repair_is_off",
                 meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
-                "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
+                "(Settings.recommended(), which has workers sweep as well)",
             )
 
     def _start_heartbeat(self, broker: Broker) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.support.effects import EffectLog
 from tests.support.field import Field
 from tests.support.gates import Gates

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -167,6 +168,24 @@ def test_added_jobs_sweep_and_prune(make_bench: MakeBench, at: Callable[[datetim
     assert night.scheduler.get_job("off.repair") is None
 
 
+def test_schedulers_of_many_processes_do_one_pass_per_interval(
+    make_bench: MakeBench, tmp_path: Path, at: Callable[[datetime], Night]
+) -> None:
+    """C58: each web process has started one, at another second; a quarter of an hour has thirty passes of the monitor all the same."""
+    night = at(SPRING)
+    benches = [make_bench(database=tmp_path / "shared.db") for _ in range(4)]
+    for number, bench in enumerate(benches):
+        bench.engine.store.clock = benches[0].clock
+        add_jobs(night.scheduler, bench.broker, prefix=f"process-{number}")
+        night.pass_by(timedelta(seconds=7), step=timedelta(seconds=1))
+    for _ in range(900):
+        benches[0].advance(1)
+        night.pass_by(timedelta(seconds=1), step=timedelta(seconds=1))
+    counted = dict(benches[0].engine.store.read(lambda tx: tx.all("SELECT name, number FROM {passes}")))
+    assert 28 <= counted["monitor"] <= 33
+    assert 14 <= counted["repair"] <= 17
+
+
 def test_a_broker_without_sagas_is_told_so(at: Callable[[datetime], Night]) -> None:
     from dramatiq.brokers.stub import StubBroker
 
@@ -219,6 +238,22 @@ def test_the_prune_of_a_night_in_which_clocks_change(
     watched = Watched(night, Plan.make(REPAIRING, prune_at=prune_at, timezone=zone))
     night.pass_by(timedelta(hours=44), step=timedelta(minutes=5))
     assert [f"{moment:%m-%d %H:%M}" for moment in watched.came["prune"]] == moments
+
+
+def test_a_workflow_that_is_started_at_a_nominal_time_is_started_once_in_a_doubled_hour(
+    make_bench: MakeBench, at: Callable[[datetime], Night]
+) -> None:
+    """C53: the run id is made of the schedule's name and the time by the clock, as the documentation has it."""
+    bench, night = make_bench(), at(AUTUMN)
+    started = []
+
+    def start() -> None:
+        started.append(bench.send(run_id=f"nightly-{night.now.astimezone(BERLIN):%Y-%m-%dT%H:%M}").id)
+
+    night.scheduler.add_job(start, "cron", hour=2, minute=30, timezone=BERLIN)
+    night.pass_by(timedelta(hours=20), step=timedelta(minutes=5))
+    assert started == ["nightly-2027-10-31T02:30"] * 2
+    assert bench.engine.store.read(lambda tx: tx.all("SELECT COUNT(*) FROM {flow_runs}")) == [(1,)]
 
 
 def test_retention_is_days_of_24_hours_whatever_a_night_does(make_bench: MakeBench) -> None:

@@ -432,7 +432,8 @@ class Operator:
     def sweep(self) -> SweepReport:
         """One sweep: monitor, then repair where it is enabled. A pass that another process is at is skipped, and the report says so.
 
-        Raises RefusedError, as do the other passes, where the application declares no workflow: it could drive nothing, and would call its actors unknown.
+        Raises RefusedError, as do the other passes, where the application declares no workflow: it could drive nothing, and would call its
+        actors unknown.
         """
         return sweep(*self._sweeper("sweep"))
 

@@ -257,7 +257,12 @@ class Snapshot:
     parent: Parent | None = None
     close_request: str | None = None
     expires_at: int | None = None
-    created_at: int = 0  # tells it from a run that had its id before, and was pruned
+    created_at: int = 0  # tells it from a run of the same id that was there before, and was pruned (C55)
+
+    @property
+    def version_read(self) -> tuple[int, int, int]:
+        """What a claim has to have seen of the run for this to be still true of it."""
+        return self.revision, self.wakes, self.created_at
 
     def is_overdue(self, now: int) -> bool:
         """Whether the run's deadline has passed: nothing of it may begin any more (EXPIRE-1)."""

@@ -1,6 +1,7 @@
 """One sweep: the monitor, then the doctor if it is on; what cron runs, and any number of them at once (LOOP-1).
 
-A sweep reads live rows only, each pass at most a batch, so its cost does not grow with history. It ends for nothing but a store
+A sweep reads live rows only, each pass at most a batch, so its cost does not grow with history
+(test_a_sweep_does_the_same_work_however_many_runs_have_ended). It ends for nothing but a store
 that refuses (StoreError). Where repair is off it changes nothing and says how much is waiting for it; either way it counts the
 ``running`` rows that nothing will ever reclaim (RECLAIM-4). A pass that another process is at is skipped, and the report says so.
 """

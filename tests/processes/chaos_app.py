@@ -19,6 +19,7 @@ from dramatiq_saga import Flow, SagaMiddleware, Settings, Workflow, current_step
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.errors import FlowError
 from tests.support.effects import EffectLog
+from tests.support.locks import chosen
 
 DATABASE = "CHAOS_APP_DATABASE"
 REDIS = "CHAOS_APP_REDIS"
@@ -123,10 +124,10 @@ def connect(environment: Mapping[str, str]) -> dramatiq.Broker:
     settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(environment.get(SETTINGS, "{}"))})
     if REDIS in environment:
         redis = RedisBroker(url=environment[REDIS])
-        redis.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings))
+        redis.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings, locks=chosen()))
         return redis
     broker = DatabaseBroker(environment[DATABASE], prefix=prefix, retry_after=float(environment.get(RETRY_AFTER, "60")))
-    broker.add_middleware(SagaMiddleware(settings=settings))
+    broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
     return broker
 
 

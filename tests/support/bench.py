@@ -60,6 +60,7 @@ WRITES = {
     "signal": "send.<locals>.operation",
     "timers": "_end.<locals>.operation",
     "beat": "Heartbeat.beat.<locals>.operation",
+    "put back": "Runner.put_back.<locals>.part.<locals>.<lambda>",
     "alarm": "_set_alarm_once.<locals>.operation",
 }
 
@@ -256,6 +257,10 @@ class Bench:
         """``outgoing`` as Dramatiq's message, for one delivery or several of the very same message."""
         return ByHand(build_message(self.broker, outgoing))
 
+    def message_again(self, message: MessageProxy) -> MessageProxy:
+        """The very same message once more, for another delivery of it while the first goes on."""
+        return ByHand(message._message.copy())
+
     def callback(self, member: Outgoing) -> MessageProxy:
         """What Dramatiq sends once it has counted every member of the group that ``member`` goes out with."""
         (callback,) = build_message(self.broker, member).options["group_completion_callbacks"]
@@ -264,7 +269,7 @@ class Bench:
     def deliver(self, what: Outgoing | MessageProxy) -> Any:
         """Deliver one message, as a worker's thread would: a drive's ending, or the :class:`Delivery` of a step or an undo.
 
-        With overlap locks, one that is put back is in nobody's hands: its ``back_in`` says so, or ``None`` is returned for a drive.
+        With overlap locks, one that is put back is in nobody's hands; its :class:`Delivery` is returned, and ``back_in`` says so.
         """
         if isinstance(what, Outgoing):
             what = self.message(what)
@@ -276,7 +281,7 @@ class Bench:
 
     def _deliver(self, delivery: Delivery, what: MessageProxy) -> Any:
         if delivery.job is None and self.runner._is_held_elsewhere(delivery):
-            return None
+            return delivery
         if delivery.kind == "timer":
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:

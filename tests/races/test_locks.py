@@ -16,6 +16,7 @@ from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine.claim import Claim
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.errors import WriteRefusedError
 from dramatiq_saga.locks import RedisLocks
 from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.step import Delivery
@@ -178,20 +179,29 @@ def test_blocking_waits_for_the_lock_before_anything_is_put_back(bench: MakeBenc
     assert second.deliver(message).back_in == 50
 
 
+@pytest.mark.parametrize("refused", ["looking at the row", "putting back"])
 def test_a_worker_that_stops_before_it_could_put_a_message_back_does_so_later(
-    bench: MakeBench, locks: Locks, server: redis.Redis
+    bench: MakeBench, locks: Locks, server: redis.Redis, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LOCK-1, FENCE-3, NATIVE-3: the store refuses and the worker stops; the message is not taken for one that was refused."""
     worker = bench(locks=locks)
     run, message = at_first_step(worker)
     server.set(f"dramatiq-saga:action:{run}:1", "somebody")
     worker.runner.stopping.set()
-    worker.fail("put back", happened=False, unknown=False)
-    delivery = worker.deliver(message)
+    with monkeypatch.context() as patched:
+        if refused == "putting back":
+            worker.fail("put back", happened=False, unknown=False)
+        else:
+            patched.setattr(worker.store, "read", refuse)
+        delivery = worker.deliver(message)
     assert delivery.state == "new"
     worker.middleware._before_ack(worker.broker, delivery)
-    assert (delivery.state, delivery.back_in) == ("done", 50)
+    assert delivery.state == "done"
     assert worker.step(run) == ("pending", 0)
+
+
+def refuse(operation: Any) -> Any:
+    raise WriteRefusedError("the database is busy", "begin")
 
 
 # --- holders that are gone -------------------------------------------------------------------------------------------
@@ -367,7 +377,7 @@ def test_work_goes_on_while_redis_is_away(
     journal: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """LOCK-1: it is said once, and Redis is left alone for a while; afterwards it is asked again."""
+    """LOCK-1: it is said once a minute, and Redis is left alone for a while; afterwards it is asked again."""
     locks.silent = {"take", "release"}
     worker = bench(locks=locks)
     run = worker.start("checkout", "42")
@@ -379,10 +389,14 @@ def test_work_goes_on_while_redis_is_away(
     monkeypatch.setattr(overlaps, "PAUSE", 0)
     assert worker.runner.overlaps is not None
     worker.runner.overlaps._away_until = 0
+    worker.start("checkout", "again")
+    worker.run()
+    assert len(locks.asked) > 4
+    assert len([line for line in journal if line["event"] == "locks_unavailable"]) == 1
     locks.silent, locks.asked = set(), []
     run = worker.start("checkout", "43")
     worker.run()
-    assert locks.asked == ["release"] + ["take", "release"] * 4  # what may have been taken unseen is given back first
+    assert locks.asked == ["release"] * 5 + ["take", "release"] * 4  # what may have been taken unseen is given back first
     assert held(server) == []
 
 

@@ -6,7 +6,8 @@ rests on that: whatever a lock says, the claim decides who runs and the fence wh
 
 * nobody is at what it stands for any more: its holder's worker is dead (RECLAIM-5), the row may be claimed again (CLAIM-1), or is settled;
   recovery takes as long as without locks, and the lock is taken over;
-* it is a run's, and the same message has been delivered again: its holder is gone, or its drive commits nothing (DRIVE-1);
+* the holder's own message has been delivered again, no claim rests on it, and that is :data:`GONE_MS` ago: either the holder is gone, or
+  the claim (CLAIM-1) and a drive's commit (DRIVE-1) decide between the two, as they do without locks;
 * the back end does not answer: work goes on without locks, a log line says so, and it is asked again after :data:`PAUSE`.
 """
 
@@ -26,7 +27,6 @@ import structlog
 from .engine import liveness
 
 if TYPE_CHECKING:
-    from .engine.claim import Job
     from .engine.core import Engine
     from .locks import LockBackend
     from .step import Delivery
@@ -42,6 +42,12 @@ SAY_EVERY = 60.0
 
 #: A message that is put back comes again after half the time for which the lock was held by then, within these milliseconds.
 SOONEST_MS, LATEST_MS = 50, 10_000
+
+#: How long a message may be at work without a claim before its redelivery no longer believes in it, in milliseconds.
+GONE_MS = 5_000
+
+#: The end of what nobody knows the end of.
+_OPEN = 2**62
 
 #: How often a message that blocks looks again, in seconds.
 LOOK_EVERY = 0.02
@@ -142,29 +148,30 @@ class Overlaps:
         Who else may be here: the holder, who looked dead and is not. It goes on, and so does this one: the claim lets one of them run,
         or the fence refuses the first one's outcome. test_a_holder_that_was_passed_by_gives_back_nothing_that_is_not_its_own
         """
-        engine, job, holder = self._engine, delivery.job, Holder.of(token)
-        if job is None and holder is not None and holder.message_id == delivery.message.message_id:
-            return None
+        engine, holder = self._engine, Holder.of(token)
         now = engine.now()
-        held = 0 if holder is None else now - holder.at
-        delay = min(max(held // 2, SOONEST_MS), LATEST_MS)
-        until = engine.store.read(lambda tx: self._busy_until(tx, job, holder, now=now, otherwise=now + delay))
-        return None if until is None else min(delay, until - now + 1)
-
-    def _busy_until(self, tx: Tx, job: Job | None, holder: Holder | None, *, now: int, otherwise: int) -> int | None:
-        """The moment up to which somebody is, or may be, at it; ``None`` where that is over."""
-        engine = self._engine
-        if holder is not None and liveness.is_dead(tx, engine, holder.worker, now=now):
+        until = engine.store.read(lambda tx: self._busy_until(tx, delivery, holder, now=now))
+        if until <= now:
             return None
+        held = 0 if holder is None else now - holder.at
+        return min(max(held // 2, SOONEST_MS), LATEST_MS, until - now + 1)
+
+    def _busy_until(self, tx: Tx, delivery: Delivery, holder: Holder | None, *, now: int) -> int:
+        """The moment up to which somebody may be at it, as far as anybody can tell; 0 where that is over."""
+        engine, job, unclaimed = self._engine, delivery.job, _OPEN
+        if holder is not None:
+            if liveness.is_dead(tx, engine, holder.worker, now=now):
+                return 0
+            if holder.message_id == delivery.message.message_id:
+                unclaimed = holder.at + GONE_MS
         if job is None:
-            return otherwise
+            return unclaimed
         row = tx.one(_STEP if job.kind == "step" else _COMPENSATION, (job.run_id, job.sequence))
         status, given_up, stale_at = row or (None, None, None)
         if status == "running":
             lease = liveness.lease_of(tx, engine, step=job.kind == "step", run_id=job.run_id, sequence=job.sequence)
-            until = min((moment for moment in (stale_at, lease) if moment is not None), default=otherwise)
-            return until if until > now else None
-        return otherwise if status == "pending" or (status == "failed" and not given_up) else None
+            return min((moment for moment in (stale_at, lease) if moment is not None), default=_OPEN)
+        return unclaimed if status == "pending" or (status == "failed" and not given_up) else 0
 
     # --- asking the back end -------------------------------------------------------------------------------------------
 

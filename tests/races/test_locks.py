@@ -222,6 +222,8 @@ def test_a_dead_workers_lock_ends_with_its_lease(
     Heartbeat(first.engine).enter()
     run, message = begin(first)
     take_and_die(first, message, claiming=claiming)
+    if not claiming:
+        message = first.message_again(message, message_id="a repair's")
     clock.advance(59.999)
     heart = Heartbeat(second.engine)
     heart.enter()
@@ -247,6 +249,36 @@ def test_a_lock_ends_with_the_reclaim_window_of_its_row(
     del shop.bodies["charge"]
     assert first.deliver(message).back_in is None
     assert first.step(run) == ("completed", 3)
+
+
+@pytest.mark.parametrize("begin", [at_first_step, undoing_step], ids=["step", "undo"])
+@pytest.mark.parametrize("failed", [False, True], ids=["before its claim", "after a failed try"])
+def test_a_redelivery_does_not_wait_for_a_holder_without_a_claim(
+    bench: MakeBench,
+    shop: Shop,
+    locks: Locks,
+    server: redis.Redis,
+    clock: ManualClock,
+    begin: Callable[[Bench], tuple[str, Any]],
+    failed: bool,
+) -> None:
+    """LOCK-1, CLAIM-1: leases are off, and nobody can tell that its worker is dead; the claim decides, as without locks."""
+    first, second = bench(locks=locks), bench(locks=locks)
+    run, message = begin(first)
+    if failed:
+        first.runner.leave = lambda delivery: None  # type: ignore[method-assign]
+        shop.bodies["charge"] = shop.bodies["refund"] = lambda order: 1 // 0
+        assert first.deliver(first.message_again(message)).state == "failed"
+        shop.bodies.clear()
+    else:
+        take_and_die(first, message, claiming=False)
+    clock.advance(4.999)
+    assert second.deliver(message).back_in == 2
+    clock.advance(0.001)
+    assert second.deliver(message).back_in is None
+    row = second.step(run) if begin is at_first_step else second.undo(run)
+    assert row == ("completed", 1 + failed)
+    assert held(server) == []
 
 
 def test_a_lock_whose_row_is_settled_holds_nobody_up(bench: MakeBench, shop: Shop, locks: Locks, server: redis.Redis) -> None:
@@ -335,14 +367,18 @@ def test_a_run_is_driven_by_one_message_at_a_time(bench: MakeBench, locks: Locks
 def test_a_killed_drive_holds_its_run_until_it_is_delivered_again_or_its_lease_ends(
     bench: MakeBench, locks: Locks, server: redis.Redis, clock: ManualClock
 ) -> None:
-    """LOCK-1, DRIVE-1, RECLAIM-5: the same message passes at once, another one when its worker is known to be dead."""
+    """LOCK-1, DRIVE-1, RECLAIM-5: the same message passes after a moment, another one when its worker is known to be dead."""
     first, second = bench(locks=locks, settings=LEASES), bench(locks=locks, settings=LEASES)
     Heartbeat(first.engine).enter()
     run = first.start("checkout", "42")
     message = first.message(first.take())
     take_and_die(first, message, claiming=False)
     another = second.message(Outgoing("drive", run, "checkout", "default"))
-    assert second.deliver(another).back_in == 50
+    assert second.deliver(message).back_in == 50
+    clock.advance(4.9)
+    assert second.deliver(message).back_in == 101
+    clock.advance(0.1)
+    assert second.deliver(another).back_in == 2_500
     assert second.deliver(message) is Driven.DECIDED
     assert held(server) == []
     take_and_die(first, message, claiming=False)

@@ -257,9 +257,9 @@ class Bench:
         """``outgoing`` as Dramatiq's message, for one delivery or several of the very same message."""
         return ByHand(build_message(self.broker, outgoing))
 
-    def message_again(self, message: MessageProxy) -> MessageProxy:
+    def message_again(self, message: MessageProxy, **changes: Any) -> MessageProxy:
         """The very same message once more, for another delivery of it while the first goes on."""
-        return ByHand(message._message.copy())
+        return ByHand(message._message.copy(**changes))
 
     def callback(self, member: Outgoing) -> MessageProxy:
         """What Dramatiq sends once it has counted every member of the group that ``member`` goes out with."""

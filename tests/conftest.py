@@ -221,7 +221,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _overlap_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Locks for everything in the test that can take them, where it is to run with them (``support/locks.py``)."""
-    if not (getattr(request, "param", "") or os.environ.get(locks.VARIABLE)):
+    if request.node.get_closest_marker("claims_alone") is not None:
+        monkeypatch.delenv(locks.VARIABLE, raising=False)
+    elif getattr(request, "param", ""):
+        monkeypatch.setenv(locks.VARIABLE, request.param)
+    if not os.environ.get(locks.VARIABLE):
         yield
         return
     url = servers.claim_redis()

@@ -531,6 +531,7 @@ def test_a_second_interrupt_that_lands_in_the_handling_of_the_first_changes_noth
 def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
     """FENCE-5: raised by another thread, whenever Dramatiq could raise them, at moments that nobody chose."""
     rounds = 600 if THOROUGH else 80
+    line.broker.actors["ship"].options["max_retries"] = 3  # a time limit in its body is a failed try
     random_ = random.Random(20)
     ident = threading.get_ident()
     go, stop, thrown = threading.Event(), threading.Event(), [0]
@@ -573,6 +574,7 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
             done = "SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'action.completed'"
             assert line.one(done, run) == (2,)
             assert line.one("SELECT COUNT(*) FROM {messages}") == (0,)
+            assert line.locks() == []
     finally:
         sys.setswitchinterval(interval)
         stop.set()

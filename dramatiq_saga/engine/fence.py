@@ -59,8 +59,10 @@ _REFUSE = (
     f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
     "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
 )
+# A run that was pruned and started again under its id may stand at the same count: when it was created tells them apart.
+# test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it
 _FRESH = (
-    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? "
+    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? AND f.created_at = ? "
     "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (
@@ -213,6 +215,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
+    if decision.kind == "suspended" and after.is_overdue(now):
+        return False  # nothing begins after the run's deadline: the drive ends it (EXPIRE-1)
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
@@ -220,7 +224,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
             family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
-        if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
+        if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes, snapshot.created_at)):
             return False
         sent_at = now if outbox.joined else None
         if not decisions.write(
@@ -233,9 +237,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    if not engine.write(operation, outbox):
+    if not drive.commit(engine, snapshot, decision, outbox, operation=operation):
         return False
-    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         for alarm in ahead:
@@ -282,7 +285,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     return True
 
 
-def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int, int] | None = None) -> bool:
+def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int, int, int] | None = None) -> bool:
     """The conditional ``UPDATE`` of the fence, with the freshness of the run's history where a decision rests on it."""
     job = outcome.job
     key = (job.run_id, job.sequence)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _RUN = (
     "SELECT f.workflow, f.version, f.queue, f.priority, f.options, f.status, f.rollback, f.revision, f.wakes, f.wakes_seen, f.args, "
-    "f.context, f.hold_count, f.close_request, f.created_at, f.parent_id, f.parent_sequence, p.workflow, p.queue, p.priority "
+    "f.context, f.hold_count, f.close_request, f.created_at, f.parent_id, f.parent_sequence, p.workflow, p.queue, p.priority, f.expires_at "
     "FROM {flow_runs} f LEFT JOIN {flow_runs} p ON p.id = f.parent_id WHERE f.id = ?"
 )
 _STEPS = (
@@ -122,6 +122,7 @@ def read(tx: Tx, run_id: str, *, known: Snapshot | None = None, for_drive: bool 
         tuple(ReceivedSignal(number, name, freeze(bytes(payload))) for number, name, payload in tx.all(_SIGNALS, (run_id,))),
         None if run[15] is None or run[17] is None else Parent(*run[15:20]),
         run[13],
+        run[20],
         created_at,
     )
 

@@ -76,6 +76,7 @@ class Models:
     tags: type[Model]
     flow_events: type[Model]
     workers: type[Model]
+    passes: type[Model]
     messages: type[Model]
     rate_limits: type[Model]
     results: type[Model]
@@ -521,6 +522,15 @@ def build(database: Database, prefix: str) -> Models:
 
     workers = table("workers", id=ident(64, primary_key=True), host=ident(), pid=integer(), started_at=ms(), seen_at=ms())
 
+    passes = table(
+        "passes",
+        name=ident(16, primary_key=True),  # monitor, repair, prune
+        number=integer(),  # passes ever begun: the token
+        holder=ident(),  # whose the last one was: for people
+        began_at=ms(),
+        ended_at=ms(null=True),
+    )
+
     messages = table(
         "messages",
         # A row's id is never used again: a second acknowledgement of one message cannot meet another message's row.
@@ -580,6 +590,7 @@ def build(database: Database, prefix: str) -> Models:
         tags,
         flow_events,
         workers,
+        passes,
         messages,
         rate_limits,
         results,

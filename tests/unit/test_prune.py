@@ -51,7 +51,7 @@ def rows_of(bench: Workbench, run: FlowHandle[Any]) -> dict[str, int]:
     found = {}
     for table in TABLES:
         key = {"flow_runs": "id"}.get(table, "run_id")
-        if table not in ("workers", "messages", "rate_limits", "results"):
+        if table not in ("workers", "passes", "messages", "rate_limits", "results"):
             sql = f"SELECT COUNT(*) FROM {{{table}}} WHERE {key} = ?"
             row = bench.engine.store.read(lambda tx, sql=sql: tx.one(sql, (run.id,)))  # type: ignore[misc]
             found[table] = row[0] if row else 0

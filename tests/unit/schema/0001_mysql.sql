@@ -216,6 +216,11 @@ CREATE TABLE IF NOT EXISTS `saga_workers` (`id` VARCHAR(64) NOT NULL PRIMARY KEY
     `pid` INTEGER NOT NULL,
     `started_at` BIGINT NOT NULL,
     `seen_at` BIGINT NOT NULL);
+CREATE TABLE IF NOT EXISTS `saga_passes` (`name` VARCHAR(16) NOT NULL PRIMARY KEY COLLATE utf8mb4_bin,
+    `number` INTEGER NOT NULL,
+    `holder` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
+    `began_at` BIGINT NOT NULL,
+    `ended_at` BIGINT);
 CREATE TABLE IF NOT EXISTS `saga_messages` (`id` BIGINT AUTO_INCREMENT NOT NULL PRIMARY KEY,
     `queue` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `state` INTEGER NOT NULL,

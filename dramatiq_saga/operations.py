@@ -179,9 +179,10 @@ class Operator:
     def on_database(cls, database: str | Path, *, settings: Settings | None = None) -> Operator:
         """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself.
 
-        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown.
+        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown. Leases are
+        then taken to be on: they concern what was claimed under a heartbeat alone, and only an application that has them on claims so.
         """
-        chosen = settings or Settings.from_env()
+        chosen = settings or Settings.from_mapping({"reclaim.dead_workers.enabled": True}, base=Settings.from_env())
         return cls(open_store(database, prefix=chosen.schema.table_prefix, auto_create=False), settings=chosen)
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class Operator:
         """One run, whole. Raises FlowNotFoundError."""
         self._require_tables()
         report = self.store.read(
-            lambda tx: read_run(tx, run_id, history=self.settings.history, tries_of=self._tries_of, events=events)
+            lambda tx: read_run(tx, run_id, settings=self.settings, tries_of=self._tries_of, events=events)
         )
         if report is None:
             raise FlowNotFoundError(run_id)
@@ -429,19 +430,23 @@ class Operator:
     # --- all runs ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> SweepReport:
-        """One sweep: monitor, then repair where it is enabled. A pass that another process is at is skipped, and the report says so."""
-        return sweep(*self._engine("sweep"))
+        """One sweep: monitor, then repair where it is enabled. A pass that another process is at is skipped, and the report says so.
+
+        Raises RefusedError, as do the other passes, where the application declares no workflow: it could drive nothing, and would call its
+        actors unknown.
+        """
+        return sweep(*self._sweeper("sweep"))
 
     def monitor(self) -> MonitorReport | Skipped:
         """One pass of the monitor; skipped where another process is at one."""
-        return monitor_in_turn(*self._engine("monitor"))
+        return monitor_in_turn(*self._sweeper("monitor"))
 
     def repair(self) -> RepairReport | Skipped:
         """One pass of the doctor; skipped where another process is at one.
 
         Raises RefusedError where ``repair.enabled`` is off; the text says how much is waiting for it.
         """
-        engine, sender = self._engine("repair")
+        engine, sender = self._sweeper("repair")
         if not engine.settings.repair.enabled:
             raise RefusedError(
                 f"{repair_is_off(candidates(engine))}; turn it on in the application's settings, or kick single runs"
@@ -463,7 +468,7 @@ class Operator:
         ``tell`` is given the plan, and a line of each pass that has something to say. The rest is as for
         :func:`dramatiq_saga.scheduling.add_jobs`.
         """
-        engine, sender = self._engine("schedule")
+        engine, sender = self._sweeper("schedule")
         plan = Plan.make(
             engine.settings,
             monitor_seconds=monitor_seconds,
@@ -473,6 +478,15 @@ class Operator:
         )
         tell(plan.line(engine.now()))
         return Schedule(engine, sender, plan, tell=tell).serve(stop)
+
+    def _sweeper(self, command: str) -> tuple[Engine, Sender]:
+        engine, sender = self._engine(command)
+        if not engine.workflows:
+            raise RefusedError(
+                "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
+                "actors (--app), the one that `dramatiq` is started with"
+            )
+        return engine, sender
 
     def prune(
         self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False

@@ -1,6 +1,7 @@
 """One sweep: the monitor, then the doctor if it is on; what cron runs, and any number of them at once (LOOP-1).
 
-A sweep reads live rows only, each pass at most a batch, so its cost does not grow with history. It ends for nothing but a store
+A sweep reads live rows only, each pass at most a batch, so its cost does not grow with history
+(test_a_sweep_does_the_same_work_however_many_runs_have_ended). It ends for nothing but a store
 that refuses (StoreError). Where repair is off it changes nothing and says how much is waiting for it; either way it counts the
 ``running`` rows that nothing will ever reclaim (RECLAIM-4). A pass that another process is at is skipped, and the report says so.
 """
@@ -19,13 +20,14 @@ from .rows import COMPENSATION, STEP, TABLES, WANTED
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
+    from ..settings import Settings
     from ..store.database import Tx
 
 #: A row that has been running for longer than this many milliseconds, and has no reclaim deadline, is counted (RECLAIM-4).
 LONG_RUNNING_MS = 3_600_000
 
 #: Of a row ``r``; its marker is the moment before which it was begun. The first term is the predicate of the indexes of live rows.
-NEVER_RECLAIMED = f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at IS NULL AND r.started_at <= ?"
+LONG_RUNNING = f"r.{LIVE} AND r.status = 'running' AND r.started_at <= ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,20 @@ def repair_in_turn(engine: Engine, sender: Sender, *, every: float | None = None
     return passes.in_turn(engine, passes.REPAIR, lambda: doctor.repair(engine, sender), every=every)
 
 
+def never_reclaimed_sql(settings: Settings, kind: str) -> str:
+    """A row's condition: running for longer than an hour, with no reclaim deadline and no lease behind it (RECLAIM-4).
+
+    Its marker stands for the moment an hour ago.
+    """
+    unleased = f" AND NOT ({liveness.watched_sql('r.worker_id')})" if liveness.is_on(settings) else ""
+    return f"{LONG_RUNNING} AND r.reclaim_stale_at IS NULL{unleased} AND {WANTED[kind]}"
+
+
 def never_reclaimed(engine: Engine) -> int:
-    """``running`` rows older than an hour with no reclaim deadline, and no lease behind them (RECLAIM-4): they wait for a human."""
-    unleased = f" AND NOT ({liveness.watched_sql('r.worker_id')})" if liveness.is_on(engine.settings) else ""
+    """How many rows nothing will ever reclaim: they wait for a human (RECLAIM-4)."""
     horizon = engine.now() - LONG_RUNNING_MS
     statements = [
-        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {NEVER_RECLAIMED}{unleased} AND {WANTED[kind]}"
+        f"SELECT COUNT(*) FROM {{{TABLES[kind]}}} r WHERE {never_reclaimed_sql(engine.settings, kind)}"
         for kind in (STEP, COMPENSATION)
     ]
 
@@ -141,8 +151,9 @@ def _monitored(report: MonitorReport) -> str:
         (report.timed_out, "timed out (waits)"), (report.expired_steps, "expired (steps)"), (report.expired_runs, "expired (runs)"),
         (report.expiry_failed, "could not be expired (runs, see expiry_failed)"),
     )  # fmt: skip
+    late = f", up to {_count(report.late_ms // 1000, 'second')} late" if report.late_ms >= 1000 else ""
     held = _held(report)
-    return f"overdue: {overdue}; {held}" if overdue else held
+    return f"overdue: {overdue}{late}; {held}" if overdue else held
 
 
 def _held(report: MonitorReport) -> str:

@@ -262,6 +262,7 @@ def build(database: Database, prefix: str) -> Models:
             index("flow_unseen", "woken_at", where=f"wakes > wakes_seen AND {LIVE}", leading="ended_at"),
             index("flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {LIVE}", leading="ended_at"),
             index("flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
+            index("flow_halted", "created_at", "id", where="rollback = 'halted'", leading="rollback"),
             index("flow_children", "parent_id", where="parent_id IS NOT NULL"),
             index("flow_ended", "ended_at", where="ended_at IS NOT NULL"),
         ],
@@ -380,7 +381,11 @@ def build(database: Database, prefix: str) -> Models:
             ("ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)"),
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
-        indexes=[index("comp_live", "created_at", where=LIVE, leading="ended_at")],
+        indexes=[
+            index("comp_live", "created_at", where=LIVE, leading="ended_at"),
+            index("comp_open", "run_id", "level", "sent_at", where=LIVE, leading="ended_at"),
+            index("comp_stopped", "run_id", "level", where="given_up = TRUE AND policy = 'stop'", leading="given_up"),
+        ],
     )
 
     blocks = table(
@@ -418,7 +423,7 @@ def build(database: Database, prefix: str) -> Models:
         checks=[one_of("status", "waiting", "consumed", "timed_out", "cancelled"), "(status = 'waiting') = (ended_at IS NULL)"],
         indexes=[
             index("wait_due", "due_at", where="status = 'waiting'", leading="status"),
-            index("wait_name", "name", where="status = 'waiting'", leading="status"),
+            index("wait_name", "name", "run_id", where="status = 'waiting'", leading="status"),
         ],
     )
 

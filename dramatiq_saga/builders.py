@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from dramatiq import Actor, Broker, Message
 
-from .advice import advise
+from .advice import advise, advise_on_reclaim
 from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
 from .coroutines import refuse_without_loop
@@ -485,6 +485,8 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             scope=scope,
         )  # fmt: skip
         advise(actor, step, settings)
+        if self._compensation_call is not None:
+            advise_on_reclaim(self._compensation_call[0], step.comp_reclaim_stale_after_seconds, settings=settings)
         return step
 
     def _deadline(self) -> int | None:
@@ -532,7 +534,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             assert entry.value is not None
             resolve(
                 self._replay, self._compensation_from, entry.value(), broker=self._actor.broker, sequence=entry.sequence,
-                where=f"the compensation of step {entry.sequence} ({entry.actor})",
+                where=f"the compensation of step {entry.sequence} ({entry.actor})", reclaim=self._comp_reclaim,
             )  # fmt: skip
 
     def _describe(self) -> str:
@@ -587,7 +589,9 @@ def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[s
         raise TypeError(f"compensate_with() takes an actor or a callable that returns a message, not {type(builder).__name__}")
 
 
-def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str) -> None:
+def resolve(
+    replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str, reclaim: Reclaim
+) -> None:  # fmt: skip
     """Build a compensation from a result, the first time a drive sees it (COMP-2); what goes wrong holds the run (COMP-10)."""
     try:
         with replay.building(where):
@@ -610,6 +614,7 @@ def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Brok
         actor = broker.get_actor(message.actor_name)
         options = {**message.options, "queue_name": message.queue_name}
         spec = compensation(actor, message.args, message.kwargs, options)
+        advise_on_reclaim(actor, reclaim.resolve(replay.settings, "sagas"), settings=replay.settings, options=options)
     except Exception as error:
         raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
     replay.resolve_compensation(sequence, spec)

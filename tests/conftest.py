@@ -23,7 +23,7 @@ from hypothesis import settings as hypothesis_settings
 
 from tests.support import effects as effect_files
 from tests.support import gates as gate_files
-from tests.support import servers
+from tests.support import locks, servers
 from tests.support.application import Application, Applications, Places
 from tests.support.effects import EffectLog
 from tests.support.field import Field
@@ -230,6 +230,31 @@ def make_field(
 def field(make_field: Callable[..., Field], sqlite_path: Path) -> Field:
     """That application on an SQLite file."""
     return make_field(f"sqlite:///{sqlite_path}")
+
+
+# --- overlap locks ---------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What is marked ``both_ways`` runs without overlap locks and with them."""
+    if metafunc.definition.get_closest_marker("both_ways") is not None:
+        metafunc.parametrize("_overlap_locks", ["", "redis"], ids=["no locks", "locks"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _overlap_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Locks for everything in the test that can take them, where it is to run with them (``support/locks.py``)."""
+    if request.node.get_closest_marker("claims_alone") is not None:
+        monkeypatch.delenv(locks.VARIABLE, raising=False)
+    elif getattr(request, "param", ""):
+        monkeypatch.setenv(locks.VARIABLE, request.param)
+    if not os.environ.get(locks.VARIABLE):
+        yield
+        return
+    url = servers.claim_redis()
+    monkeypatch.setenv(locks.VARIABLE, url)
+    yield
+    servers.release_redis(url)
 
 
 # --- what is global is put back --------------------------------------------------------------------------------------

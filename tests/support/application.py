@@ -29,10 +29,12 @@ from dramatiq.middleware import CurrentMessage, Retries, TimeLimit, default_midd
 
 from dramatiq_saga import FlowHandle, SagaMiddleware, Settings, Workflow, workflow
 from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
+from dramatiq_saga.locks import LockBackend
 from dramatiq_saga.statuses import FLOW_TERMINAL, FlowStatus
 from dramatiq_saga.store.database import Store, open_store
 from dramatiq_saga.store.models import TABLES
 from tests.support import servers
+from tests.support.locks import chosen
 from tests.support.waiting import DEADLINE, eventually
 
 #: Kinds that write rows and messages in one transaction.
@@ -252,6 +254,7 @@ class Applications:
         broker: Callable[..., Broker] | None = None,
         middleware: list[Any] | None = None,
         prefix: str | None = None,
+        locks: LockBackend | None = None,
         **options: Any,
     ) -> Application:
         """An application of that kind. ``broker`` replaces the broker's class, ``middleware`` what stands before ours."""
@@ -282,7 +285,9 @@ class Applications:
         if prefix is not None:
             schema = Settings.from_mapping({"schema": {"table_prefix": prefix}}).schema
             settings = replace(settings, schema=schema)
-        app = Application(kind, made, SagaMiddleware(database, settings=settings), queue=servers.random_name())
+        app = Application(
+            kind, made, SagaMiddleware(database, settings=settings, locks=locks or chosen()), queue=servers.random_name()
+        )
         self._made.append(app)
         return app
 

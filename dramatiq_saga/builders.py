@@ -15,8 +15,9 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from enum import StrEnum
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
 
 from dramatiq import Actor, Broker, Message
 
@@ -637,8 +638,8 @@ def compensation(
 
 def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """``[args, kwargs]`` encoded, after checking that the actor can be called with them."""
-    if not _fits(actor.fn, len(args), tuple(kwargs)):
-        signature = signature_of(actor.fn)
+    signature, fits = _calls_of(actor.fn)
+    if not fits(len(args), tuple(kwargs)):
         assert signature is not None
         try:
             signature.bind(*args, **kwargs)
@@ -650,10 +651,24 @@ def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotSerializableError(f"{actor.actor_name}: {error.path}", error.detail) from None
 
 
-@lru_cache(maxsize=4096)
-def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
+#: How functions are called. Held weakly: an application that is gone is not kept by what was known of its actors.
+_calls: WeakKeyDictionary[Callable[..., Any], tuple[inspect.Signature | None, Callable[..., bool]]] = WeakKeyDictionary()
+
+
+def _calls_of(fn: Callable[..., Any]) -> tuple[inspect.Signature | None, Callable[[int, tuple[str, ...]], bool]]:
+    """The signature of an actor's function, ``None`` where Python cannot tell, and whether a call of a shape binds to it."""
+    known = _calls.get(fn)
+    if known is None:
+        try:
+            signature = inspect.signature(fn)
+        except (TypeError, ValueError):
+            signature = None
+        known = _calls[fn] = signature, lru_cache(maxsize=64)(partial(_fits, signature))
+    return known
+
+
+def _fits(signature: inspect.Signature | None, positional: int, keywords: tuple[str, ...]) -> bool:
     """Whether a call of that shape binds; which values it carries makes no difference."""
-    signature = signature_of(fn)
     if signature is None:
         return True
     try:
@@ -661,12 +676,3 @@ def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) ->
     except TypeError:
         return False
     return True
-
-
-@lru_cache(maxsize=1024)
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of an actor's function; ``None`` where Python cannot tell."""
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None

@@ -350,7 +350,9 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
             done=False,
         )
     if not report.driven:
-        return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
+        again = f"; its work is begun anew by a new run: dramatiq-saga send {cell(report.workflow)}"
+        said = f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"
+        return Answer(value, [said + ("" if report.status == "completed" else again)])
     lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
     for row in report.rows:
         what = f"{_KICKED[row.kind]} {row.sequence} ({cell(row.actor)}, {row.status})"

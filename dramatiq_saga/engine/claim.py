@@ -52,7 +52,7 @@ _CLAIM_COMPENSATION = (
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block, f.created_at"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 # differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
@@ -62,7 +62,7 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
         f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
         for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context", "expires_at")
     )
-    + ", expires_at, block"
+    + ", expires_at, block, (SELECT f.created_at FROM {flow_runs} f WHERE f.id = run_id)"
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
@@ -120,7 +120,7 @@ class Undoes:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A row that is ours until ``attempts`` changes. ``revision`` and ``wakes`` are the run's as the claim saw them."""
+    """A row that is ours until ``attempts`` changes. ``known`` is the run as the claim saw it: ``Snapshot.version_read``."""
 
     job: Job
     actor: str
@@ -130,8 +130,7 @@ class Claim:
     cycle: int
     workflow: str
     queue: str
-    revision: int
-    wakes: int
+    known: tuple[int, int, int]
     context: bytes | None
     idempotency_key: str
     undoes: tuple[str, str] | None = None  # outcome, key
@@ -256,17 +255,18 @@ class ClaimAttempt:
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job
-        undoes = deadline = None
+        undoes = deadline = block = None
+        created_at = 0
         if job.kind == "step":
+            block, created_at = row[19:21]
             deadline = _deadline(row)
             key = idempotency_key(job.run_id, job.sequence, row[4])
         else:
             key = f"{job.run_id}:{job.sequence}:undo"
             undoes = (row[17], row[18])
         return Claim(
-            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
-            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline,
-            row[19] if job.kind == "step" else None,
+            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], (row[12], row[13], created_at),
+            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline, block,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:

@@ -136,7 +136,6 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
         _calm(sender, delivery)
         return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
     if not landed:
-        engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
             run_id=snapshot.run_id,
             workflow=snapshot.workflow,

@@ -257,6 +257,12 @@ class Snapshot:
     parent: Parent | None = None
     close_request: str | None = None
     expires_at: int | None = None
+    created_at: int = 0  # tells it from a run of the same id that was there before, and was pruned (C55)
+
+    @property
+    def version_read(self) -> tuple[int, int, int]:
+        """What a claim has to have seen of the run for this to be still true of it."""
+        return self.revision, self.wakes, self.created_at
 
     def is_overdue(self, now: int) -> bool:
         """Whether the run's deadline has passed: nothing of it may begin any more (EXPIRE-1)."""
@@ -281,7 +287,7 @@ class Snapshot:
         return Snapshot(
             self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
             wakes, wakes_seen, self.args, self.context, hold_count, entries, tags, signals, self.parent, self.close_request,
-            self.expires_at,
+            self.expires_at, self.created_at,
         )  # fmt: skip
 
 

@@ -199,7 +199,6 @@ def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None,
             tx.after_commit(lambda: notify.changes(engine, run_id, found.workflow, now, lines))
         return waits, steps
 
-    engine.cache.drop(run_id)
     waits, steps = engine.write(operation, outbox)
     fired.waits += waits
     fired.steps += steps

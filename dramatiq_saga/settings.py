@@ -265,7 +265,10 @@ class Settings:
 
     @classmethod
     def recommended(cls, **overrides: Any) -> Settings:
-        """The defaults with both reclaims, dead-worker leases and repair on; ``overrides`` as in :meth:`from_mapping`."""
+        """The defaults with both reclaims, dead-worker leases, repair and the loop in workers on: what is lost or stuck comes right by itself.
+
+        ``overrides`` are as in :meth:`from_mapping`.
+        """
         return cls.from_mapping(overrides, base=_RECOMMENDED)
 
     @classmethod
@@ -540,9 +543,11 @@ _RULES: dict[str, _Rule] = {
     "repair.max_attempts": _count("how often one row is repaired before it is left to an operator", 1),
     "repair.backoff.base_seconds": _duration("first pause between two repairs of one row, in seconds; doubles"),
     "repair.backoff.max_seconds": _duration("longest pause between two repairs of one row, in seconds"),
-    "loop.enabled": _flag("run the sweeps inside worker processes, so that no cron is needed"),
-    "loop.monitor_seconds": _duration("how often workers monitor, in seconds"),
-    "loop.repair_seconds": _duration("how often workers repair, in seconds; only where `repair.enabled`"),
+    "loop.enabled": _flag("monitor and repair inside worker processes, so that no cron is needed"),
+    "loop.monitor_seconds": _duration(
+        "how often workers, or `schedule`, monitor: one pass per interval, however many they are, in seconds"
+    ),
+    "loop.repair_seconds": _duration("how often workers, or `schedule`, repair, in seconds; only where `repair.enabled`"),
     "locks.run_ttl_seconds": _duration("when a lock on a run that was never released gives way, in seconds"),
     "locks.action_ttl_seconds": _duration("the same for a step"),
     "locks.compensation_ttl_seconds": _duration("the same for a compensation"),
@@ -695,4 +700,5 @@ _RECOMMENDED = Settings(
     sagas=Sagas(reclaim=StaleReclaim(StaleRunning(enabled=True))),
     reclaim=Reclaim(dead_workers=DeadWorkers(enabled=True)),
     repair=Repair(enabled=True),
+    loop=Loop(enabled=True),
 )

@@ -16,7 +16,7 @@ from ..clock import to_iso
 from ..codec import load_error
 from ..engine import liveness
 from ..errors import in_one_line
-from ..store.models import LIVE, UNHAPPY_FLOW
+from ..store.models import LIVE
 from .doctor import list_spent
 from .rows import COMPENSATION, STEP, TABLES, WANTED
 from .sweep import LONG_RUNNING, LONG_RUNNING_MS, never_reclaimed_sql
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..store.database import Tx
 
-_HALTED = (
-    f"SELECT id, ended_at, rollback_error FROM {{flow_runs}} WHERE {UNHAPPY_FLOW} AND rollback = 'halted' "
-    "ORDER BY created_at, id LIMIT ?"
-)
+_HALTED = "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?"
 _UNPLANNABLE = (
     f"SELECT id, expires_at, expiry_attempts, hold_error FROM {{flow_runs}} WHERE expires_at IS NOT NULL AND {LIVE} "
     "AND expires_at <= ? AND expiry_attempts > 0 AND status <> 'rolling_back' ORDER BY expires_at LIMIT ?"

@@ -980,12 +980,43 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
 
 
+def test_kick_says_what_a_run_waits_for_that_nothing_is_sent_for(shop: Shop) -> None:
+    """KICK-1: a child run, a signal, a moment."""
+    run_id = shop("send", "campaign").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.children())
+    [child] = run.children()
+    shop.work_until(lambda: get_flow(child.child_id, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", run.id)
+    assert done.lines[1].startswith("  child 1 (newsletter, running): left alone: it is a run of its own")
+    napping = shop("send", "lenient").out.strip()
+    shop.work_until(lambda: get_flow(napping, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", napping)
+    assert done.lines[1].startswith("  wait 2 (timer, waiting): left alone: it ends at 20")
+
+
 def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> None:
     run = shop.start()
     run.cancel()
     done = shop("kick", run.id)
     assert done.status == 0
-    assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
+    said = f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done; its work is begun anew by"
+    assert done.lines == [f"{said} a new run: dramatiq-saga send checkout"]
+
+
+def test_an_expired_run_stays_expired_and_a_new_one_has_a_deadline_of_its_own(shop: Shop) -> None:
+    """C38, STATUS-1: a kick does not wake it, and says what does its work; the new run is not expired by the old one's deadline."""
+    assert shop("sweep").status == 0
+    send = shop.module.checkout.send_with_options
+    run = send(args=("order-1",), expires_in=0.001)
+    eventually(lambda: shop("sweep").status == 0 and run.status == "expired")
+    assert "a new run: dramatiq-saga send checkout" in shop("kick", run.id).out
+    again = send(args=("order-1",), expires_in=3600)
+    assert shop("sweep").status == 0
+    assert (run.status, again.status) == ("expired", "pending")
+    old, new = (shop.sql("SELECT expires_at FROM saga_flow_runs WHERE id = ?", one.id)[0][0] for one in (run, again))
+    assert new > old + 3_599_000
 
 
 def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:

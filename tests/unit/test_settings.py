@@ -143,13 +143,14 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert dict(Settings().items()) == DEFAULTS
 
 
-def test_recommended_turns_on_both_reclaims_leases_and_repair_and_nothing_else() -> None:
+def test_recommended_turns_on_both_reclaims_leases_repair_and_the_loop_and_nothing_else() -> None:
     changed = {key for key, value in Settings.recommended().items() if value != DEFAULTS[key]}
     assert changed == {
         "actions.reclaim.stale_running.enabled",
         "sagas.reclaim.stale_running.enabled",
         "reclaim.dead_workers.enabled",
         "repair.enabled",
+        "loop.enabled",
     }
 
 

@@ -455,9 +455,7 @@ def survive_in_a_drive(line: Line, kind: type[Interrupt], *, lines: bool, within
 @KINDS
 @pytest.mark.parametrize("around", [survive_around_a_step, survive_in_a_drive], ids=["a step", "a drive"])
 @pytest.mark.parametrize("_overlap_locks", ["redis"], indirect=True)
-def test_an_interrupt_costs_nothing_and_leaves_no_lock_behind(
-    line: Line, kind: type[Interrupt], around: Any, within: str
-) -> None:
+def test_an_interrupt_costs_nothing_and_leaves_no_lock_behind(line: Line, kind: type[Interrupt], around: Any) -> None:
     """LOCK-1, FENCE-5: between taking an overlap lock and giving it back, and while Redis is asked."""
     around(line, kind, lines=True, within=("dramatiq_saga.overlaps", "dramatiq_saga.locks"))
 

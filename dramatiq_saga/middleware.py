@@ -63,6 +63,7 @@ from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .recovery.heartbeat import Heartbeat
+from .recovery.loop import SweepLoop
 from .recovery.timer_loop import TimerLoop
 from .settings import Settings
 from .step import OPTION, Delivery, Runner, is_ours
@@ -139,6 +140,10 @@ class SagaMiddleware(Middleware):
             )
         if isinstance(database, Settings):
             raise TypeError("SagaMiddleware() takes its settings by name: SagaMiddleware(settings=Settings.recommended())")
+        if settings is not None and not isinstance(settings, Settings):
+            raise SettingsError(
+                "settings", f"must be a Settings, not {type(settings).__name__}: Settings.from_mapping() takes a mapping"
+            )
         self.settings = settings or Settings()
         self._database = database
         self._locks = locks
@@ -149,6 +154,7 @@ class SagaMiddleware(Middleware):
         self._runner: Runner | None = None
         self._timers: TimerLoop | None = None
         self._heartbeat: Heartbeat | None = None
+        self._sweeps: SweepLoop | None = None
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
         made.add(self)
@@ -299,7 +305,7 @@ class SagaMiddleware(Middleware):
             self.log.warning(
                 "repair_is_off",
                 meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
-                "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
+                "(Settings.recommended(), which has workers sweep as well)",
             )
 
     def _start_heartbeat(self, broker: Broker) -> None:
@@ -312,17 +318,21 @@ class SagaMiddleware(Middleware):
         self._heartbeat.start()
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        """Where messages cannot carry what will be due, look for it from here (TIMER-1)."""
+        """Where messages cannot carry what will be due, look for it from here (TIMER-1); sweep, if workers are to (LOOP-1)."""
         runner = self.runner(broker)
-        if not runner.sender.joins:
-            with self._lock:
-                if self._timers is None:
-                    self._timers = TimerLoop(runner.engine, runner.sender)
-            self._timers.start()
+        with self._lock:
+            if self._timers is None and not runner.sender.joins:
+                self._timers = TimerLoop(runner.engine, runner.sender)
+            if self._sweeps is None and self.settings.loop.enabled:
+                self._sweeps = SweepLoop(runner.engine, runner.sender)
+        for thread in (self._timers, self._sweeps):
+            if thread is not None:
+                thread.start()
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
-        if self._timers is not None:
-            self._timers.stop()
+        for thread in (self._timers, self._sweeps):
+            if thread is not None:
+                thread.stop()
         if self._runner is not None:
             self._runner.stopping.set()
 

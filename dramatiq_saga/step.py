@@ -522,7 +522,7 @@ class Runner:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
         job, engine = lost.job, self.engine
         self._disarm()
-        if lost.status is not None:
+        if lost.status is not None and not lost.uncommitted:
             engine.anomalies.claim_lost(
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
@@ -530,7 +530,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.overdue:  # nothing begins after its deadline; what that means is said at once (EXPIRE-1)
+            if lost.overdue:  # nothing begins after its deadline, or its run's; what that means is said at once (EXPIRE-1)
                 timers.fire(engine, job.run_id, self.sender)
             if lost.undoing:
                 self._go_on_rolling_back(lost)

@@ -16,6 +16,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.recovery import doctor
+from tests.support import wrong_clock
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
 from tests.support.locks import chosen
@@ -28,6 +29,7 @@ SETTINGS = "RECOVERY_APP_SETTINGS"  # JSON
 WITHOUT = "RECOVERY_APP_WITHOUT"  # an actor that this process does not declare
 STOP_AT = "RECOVERY_APP_STOP_AT"  # a gate that this process's sweeps come to once they have a listing
 
+wrong_clock.install()
 prefix = os.environ.get(PREFIX, "saga_")
 settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(os.environ.get(SETTINGS, "{}"))})
 broker: dramatiq.Broker

@@ -23,6 +23,7 @@ from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
 from dramatiq_saga.events import ActionOutcomeRejected, subscribe, unsubscribe
+from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.support import servers
@@ -1076,90 +1077,6 @@ def test_a_claim_whose_commit_is_unknown_is_found_by_its_mark(bench: MakeBench, 
     assert worker.codes() == []
 
 
-# --- a claim that is gone once its transaction has closed ------------------------------------------------------------
-
-
-def hooked_postgresql(trouble: Callable[[Any, str], None]) -> Any:
-    """A host's database whose connections do something of their own around the engine's statements."""
-    import psycopg
-    from peewee import PostgresqlDatabase
-
-    class Cursor(psycopg.Cursor[Any]):
-        def execute(self, query: Any, *args: Any, **options: Any) -> Any:
-            trouble(self.connection, str(query))
-            return super().execute(query, *args, **options)
-
-    parts = psycopg.conninfo.conninfo_to_dict(servers.address("postgresql"))
-    return PostgresqlDatabase(
-        parts["dbname"], host=parts["host"], port=parts["port"], user=parts["user"], cursor_factory=Cursor
-    )
-
-
-def swallow(connection: Any, statement: str) -> None:
-    """What a careless hook does: a statement that fails, and an ``except`` that hides it."""
-    import psycopg
-
-    with psycopg.ClientCursor(connection) as cursor:
-        try:
-            cursor.execute(statement)
-        except psycopg.Error:
-            pass
-
-
-@postgresql_only
-@pytest.mark.parametrize("when", ["in the middle", "before COMMIT"])
-def test_a_claim_that_a_swallowed_error_has_aborted_runs_nothing(bench: MakeBench, shop: Shop, when: str) -> None:
-    """CLAIM-3, CLAIM-4: PostgreSQL has thrown the transaction away; the step runs once, after a claim that holds."""
-    left = [2]
-    armed = threading.Event()
-
-    def trouble(connection: Any, query: str) -> None:
-        matches = "action.started" in query or "INSERT INTO" in query if when == "in the middle" else query == "COMMIT"
-        if armed.is_set() and left[0] and matches:
-            left[0] -= 1
-            swallow(connection, "SELECT * FROM no_such_table_anywhere")
-
-    worker = bench(database=hooked_postgresql(trouble))
-    run, message = at_first_step(worker)
-    armed.set()
-    worker.deliver(message)
-    assert left == [0]
-    assert shop.order() == ["charge"]
-    assert worker.step(run) == ("completed", 1)
-    assert worker.one("SELECT tries FROM {action_runs} WHERE run_id = ? AND sequence = 1", run) == (0,)
-
-
-@postgresql_only
-def test_a_claim_that_was_gone_after_its_commit_runs_nothing_and_keeps_its_message(
-    bench: MakeBench, shop: Shop, clock: ManualClock
-) -> None:
-    """CLAIM-3: a hook has rolled back behind the engine's back, and COMMIT says nothing; both counts are journalled."""
-    left = [1]
-    armed = threading.Event()
-
-    def trouble(connection: Any, query: str) -> None:
-        if armed.is_set() and left[0] and query == "COMMIT":
-            left[0] -= 1
-            swallow(connection, "SELECT * FROM no_such_table_anywhere")
-            swallow(connection, "ROLLBACK")
-            swallow(connection, "BEGIN")
-
-    worker = bench(database=hooked_postgresql(trouble))
-    run, message = at_first_step(worker)
-    armed.set()
-    delivery = worker.deliver(message)
-    assert left == [0]
-    assert shop.ran == []
-    code, fields = worker.anomalies.lines[0]
-    assert code == "claim_not_committed"
-    assert (fields["claimed_attempts"], fields["attempts"]) == (1, 0)
-    assert worker.step(run) == ("pending", 0)
-    assert delivery.state == "done"
-    worker.deliver(message)  # it was put back
-    assert shop.order() == ["charge"]
-    assert worker.step(run) == ("completed", 1)
-
-
 # --- lock order ------------------------------------------------------------------------------------------------------
 
 
@@ -1230,3 +1147,24 @@ def test_writers_of_one_run_never_deadlock(
         background.result()
     assert seen == []
     assert {status for _, status in driver.steps(run)} <= {"completed", "failed", "cancelled", "running"}
+
+
+def test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """C55, DRIVE-1: the same run id again, at the same revision and wake count as the one that a worker still has in memory."""
+    first, second = bench(), bench()
+    run, message = at_first_step(first)
+    second.deliver(message)
+    second.sender.queue.clear()
+    first.cancel(run)
+    clock.advance(1)
+    assert prune(first.store, before=clock.now()).pruned == 1
+    assert first.start("checkout", "another order", run_id=run) == run
+    for _ in range(2):
+        first.deliver(first.take())
+    second.deliver(first.take())
+    second.run()
+    first.run()
+    assert first.status(run) == "completed"
+    assert shop.ran[-3:] == [(actor, "another order") for actor in ("charge", "reserve", "ship")]

@@ -195,8 +195,9 @@ class Places:
     """Where applications put their rows and messages: made once per session, emptied for each test."""
 
     def __init__(self, directory: Path) -> None:
+        self.prefix = servers.random_name() + "_"
         self._template = directory / "template.db"
-        self._prefixes: dict[str, str] = {}
+        self._servers: set[str] = set()
         self._vhost: str | None = None
         self._lock = threading.Lock()
 
@@ -213,14 +214,14 @@ class Places:
     def server(self, name: str) -> tuple[str, str]:
         """The address of a server and the prefix of tables of this session's own, which are empty."""
         url = servers.require(name)
-        new = name not in self._prefixes
-        prefix = self._prefixes.setdefault(name, servers.random_name() + "_")
-        store = open_store(url, prefix=prefix, auto_create=True)
-        store.prepare()
-        if not new:
-            store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in TABLES])
-        store.close()
-        return url, prefix
+        if name in self._servers:
+            servers.empty_tables(name, [self.prefix + table for table in TABLES])
+        else:
+            self._servers.add(name)
+            store = open_store(url, prefix=self.prefix)
+            store.migrate()
+            store.close()
+        return url, self.prefix
 
     def rabbitmq(self) -> str:
         """A virtual host of this session's own; applications have queues of their own on it."""
@@ -230,8 +231,8 @@ class Places:
         return self._vhost
 
     def close(self) -> None:
-        for name, prefix in self._prefixes.items():
-            servers.drop_tables(name, prefix)
+        for name in self._servers:
+            servers.drop_tables(name, self.prefix)
         if self._vhost is not None:
             servers.delete_vhost(self._vhost)
 

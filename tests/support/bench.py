@@ -225,9 +225,11 @@ class Bench:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def start(self, name: str, *args: Any, run_id: str | None = None) -> str:
+    def start(self, name: str, *args: Any, run_id: str | None = None, expires_in: float | None = None) -> str:
         """Start a run; its first message is the next one in :attr:`messages`."""
-        new = runs.NewRun(run_id or uuid7(self.engine.now()), name, None, "default", encode_call(args, {}))
+        now = self.engine.now()
+        expires_at = None if expires_in is None else now + int(expires_in * 1000)
+        new = runs.NewRun(run_id or uuid7(now), name, None, "default", encode_call(args, {}), expires_at=expires_at)
         runs.start(self.engine, new, self.sender)
         return new.run_id
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from tests.support.effects import EffectLog
@@ -34,6 +35,7 @@ def killed_at_work(field: Field, gates: Gates, **kwargs: Any) -> str:
 # --- reclaim, without and with a doctor ------------------------------------------------------------------------------
 
 
+@pytest.mark.claims_alone
 def test_a_killed_workers_step_is_reclaimed_without_any_doctor(field: Field, effects: EffectLog, gates: Gates) -> None:
     """CLAIM-2, RECLAIM-3: the redelivered message loses its claim, is put back until the deadline, and then wins it."""
     field.set(retry_after=1)
@@ -86,6 +88,7 @@ def test_a_killed_workers_step_whose_message_is_lost_is_reclaimed_by_a_kick(
     assert effects.count("work") == 2
 
 
+@pytest.mark.claims_alone
 def test_without_reclaim_a_killed_workers_step_is_never_run_again(field: Field, effects: EffectLog, gates: Gates) -> None:
     """C20, RECLAIM-1, RECLAIM-4: never silently. A redelivery, a sweep and a kick leave the row alone, and sweeps count it."""
     field.settings(repair__enabled=True, repair__grace_seconds=0, repair__backoff__base_seconds=1)

@@ -59,6 +59,7 @@ def test_a_killed_workers_step_runs_again_on_another_worker(leased: Field, effec
     assert heartbeats(leased) == 1
 
 
+@pytest.mark.parametrize("leased", ["sqlite"], indirect=True)
 def test_the_step_of_a_killed_worker_that_no_row_remembers_runs_again(leased: Field, effects: EffectLog, gates: Gates) -> None:
     """C10, RECLAIM-5: every trace of it is deleted from ``workers``; the step's own row says whose it was, and that is enough."""
     run = leased.send("job", "gate")

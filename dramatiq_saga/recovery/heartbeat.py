@@ -15,7 +15,6 @@ process and one start of it: a forked child has none, and a process that starts 
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import socket
 import threading
@@ -24,12 +23,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import structlog
-
 from ..clock import SystemClock
 from ..engine import liveness
 from ..errors import StoreError
 from ..store.models import LIVE
+from .background import Background
 
 if TYPE_CHECKING:
     from ..engine.core import Engine
@@ -56,14 +54,14 @@ _LEAVE = "DELETE FROM {workers} WHERE id = ?"
 _FORGET = "DELETE FROM {workers} WHERE seen_at <= ?"
 
 
-class Heartbeat:
-    """One process's heartbeat. :meth:`start` and :meth:`stop` may be called for every worker in it: it beats while there is one."""
+class Heartbeat(Background):
+    """One process's heartbeat. Raises StoreError at its start where the store refuses the first beat."""
 
     def __init__(self, engine: Engine, *, monotonic: Callable[[], int] | None = None) -> None:
+        super().__init__(engine, thread_name="saga-heartbeat")
         self.pid = os.getpid()
         self.id = ""
         self.lapses = 0
-        self._engine = engine
         self._host = socket.gethostname()
         self._lease = liveness.lease_ms(engine.settings)
         # Milliseconds on a clock that nobody sets; a clock of the host's own is taken at its word.
@@ -72,34 +70,36 @@ class Heartbeat:
         self._beaten = 0  # the same, on the clock that nobody sets
         self._judges = 0  # on that clock: when others may be judged again
         self._started_at = 0
-        self._workers = 0
-        self._lock = threading.Lock()
+        self._beats = 0
         self._beating = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
-    def start(self) -> None:
-        """Beat once, then go on in a thread, for one worker more. Raises StoreError where the store refuses the first beat."""
-        with self._lock:
-            if self._thread is None:
-                self.enter()
-                self._stopping = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name="saga-heartbeat", daemon=True)
-                self._thread.start()
-            self._workers += 1
+    def begin(self) -> None:
+        """Beat once, before there is a thread."""
+        self.enter()
+        self._beats = 0
 
-    def stop(self) -> None:
-        """One worker less; with the last one the thread ends and is waited for, and the row is deleted if no claim rests on it."""
-        with self._lock:
-            self._workers = max(0, self._workers - 1)
-            if self._workers or self._thread is None:
-                return
-            thread, self._thread = self._thread, None
-            self._stopping.set()
-        thread.join(timeout=10)
+    def act(self) -> float:
+        """Beat, and now and then delete what dead workers have left."""
+        if self._beats:
+            self.beat()
+        if self._beats % 1000 == 2 * BEATS:  # so long after a start, whoever lives has beaten
+            self.forget()
+        self._beats += 1
+        return self._pause
+
+    def failed(self, error: Exception, failures: int) -> float:
+        """Beat again soon: the lease is running."""
+        self._log.warning("heartbeat_failed", error=f"{type(error).__name__}: {error}")
+        return min(self._pause, RETRY)
+
+    def end(self) -> None:
+        """Delete the row if no claim rests on it."""
         with suppress(StoreError):  # then the row grows old, as a dead worker's does
             self.leave()
+
+    @property
+    def _pause(self) -> float:
+        return self._lease / 1000 / BEATS * self._spread.uniform(0.8, 1.0)
 
     def enter(self) -> None:
         """Take a new id and write its row; claims are made under it from here on.
@@ -180,25 +180,6 @@ class Heartbeat:
             return 0
         horizon = self._engine.now() - max(FORGOTTEN_MS, 2 * self._lease)
         return self._engine.store.write(lambda tx: tx.run(_FORGET, (horizon,)))
-
-    def _run(self, stopping: threading.Event) -> None:
-        pause, beats = self._lease / 1000 / BEATS, 0
-        spread = random.Random()
-        try:
-            while not stopping.is_set():
-                failed = False
-                try:
-                    if beats:
-                        self.beat()
-                    if beats % 1000 == 2 * BEATS:  # so long after a start, whoever lives has beaten
-                        self.forget()
-                    beats += 1
-                except Exception as error:
-                    failed = True
-                    self._log.warning("heartbeat_failed", error=f"{type(error).__name__}: {error}")
-                stopping.wait((min(pause, RETRY) if failed else pause) * spread.uniform(0.8, 1.0))
-        finally:
-            self._engine.store.close_thread()
 
 
 def _uptime() -> int:

@@ -20,6 +20,7 @@ from dramatiq_saga import Flow, SagaMiddleware, Settings, Workflow, current_step
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.errors import FlowError
 from tests.support.effects import EffectLog
+from tests.support.locks import chosen
 
 DATABASE = "CHAOS_APP_DATABASE"
 REDIS = "CHAOS_APP_REDIS"
@@ -130,10 +131,10 @@ def connect(environment: Mapping[str, str]) -> dramatiq.Broker:
             if REDIS in environment
             else RabbitmqBroker(url=environment[RABBITMQ])
         )
-        elsewhere.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings))
+        elsewhere.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings, locks=chosen()))
         return elsewhere
     broker = DatabaseBroker(environment[DATABASE], prefix=prefix, retry_after=float(environment.get(RETRY_AFTER, "60")))
-    broker.add_middleware(SagaMiddleware(settings=settings))
+    broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
     return broker
 
 

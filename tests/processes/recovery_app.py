@@ -19,6 +19,7 @@ from dramatiq_saga.recovery import doctor
 from tests.support import wrong_clock
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
+from tests.support.locks import chosen
 
 DATABASE = "RECOVERY_APP_DATABASE"
 REDIS = "RECOVERY_APP_REDIS"  # the queue is there, and not in the database
@@ -34,10 +35,10 @@ settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(os
 broker: dramatiq.Broker
 if REDIS in os.environ:
     broker = RedisBroker(url=os.environ[REDIS])
-    broker.add_middleware(SagaMiddleware(os.environ[DATABASE], settings=settings))
+    broker.add_middleware(SagaMiddleware(os.environ[DATABASE], settings=settings, locks=chosen()))
 else:
     broker = DatabaseBroker(os.environ[DATABASE], prefix=prefix, retry_after=float(os.environ.get(RETRY_AFTER, "60")))
-    broker.add_middleware(SagaMiddleware(settings=settings))
+    broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
 dramatiq.set_broker(broker)
 
 

@@ -326,6 +326,28 @@ def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeB
     assert first.step(run) == ("completed", 2)
 
 
+def test_a_clock_that_is_set_forward_takes_nothing_from_a_living_worker(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """RECLAIM-5, C52: to the other worker everybody has been silent for hours, itself too, so it judges nobody for one lease."""
+    first, heart = alive(bench)
+    second, other = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(7200)
+    second.deliver(message)
+    assert first.step(run) == ("running", 1)
+    assert doctor.repair(first.engine, first.sender).reclaims == 1, (
+        "a sweep cannot know, and only sends a message: the claim decides"
+    )
+    for _ in range(4):
+        clock.advance(15)
+        heart.beat()
+        other.beat()
+        second.deliver(message)
+    assert (first.step(run), shop.ran) == (("running", 1), [])
+
+
 @on_one_machine
 def test_a_worker_that_has_just_started_gives_the_others_time_for_a_beat(
     bench: MakeBench, shop: Shop, clock: ManualClock
@@ -544,7 +566,7 @@ def test_every_start_has_an_id_of_its_own(bench: MakeBench) -> None:
 
 
 def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
-    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 0.2}, base=LEASES))
+    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 1}, base=LEASES))
     heart = Heartbeat(worker.engine)
     worker.fail("beat", happened=False, unknown=False)
     with pytest.raises(StoreError):

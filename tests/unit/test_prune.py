@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,50 +9,9 @@ import pytest
 from dramatiq_saga import FlowHandle
 from dramatiq_saga.recovery.prune import PruneReport, prune
 from dramatiq_saga.store.models import TABLES
-from tests.support.processes import Process
-from tests.support.workbench import MakeBench, Workbench
+from tests.support.workbench import Workbench
 
 DAY = 86_400
-
-#: Forks a hundred prunes, each killed at a statement of its own choice, and looks after each whether every run is whole or gone.
-KILLED = """
-import os, random, signal, sqlite3, sys
-from dramatiq_saga.recovery import prune
-from dramatiq_saga.store.database import open_store
-
-path, before, dice = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
-tables = ("action_runs", "compensation_runs", "blocks", "waits", "signals", "children", "side_effects", "tags", "flow_events")
-
-def whole_or_gone():
-    connection = sqlite3.connect(path)
-    runs = {run for (run,) in connection.execute("SELECT id FROM saga_flow_runs")}
-    for table in tables:
-        of = {run for (run,) in connection.execute(f"SELECT DISTINCT run_id FROM saga_{table}")}
-        assert of == runs, (table, of ^ runs)
-    connection.close()
-
-for _ in range(100):
-    left = dice.randint(1, 12)
-    pid = os.fork()
-    if pid == 0:
-        class Killed:
-            def __init__(self, tx):
-                self.tx = tx
-            def __getattr__(self, name):
-                return getattr(self.tx, name)
-            def run(self, *args):
-                global left
-                left -= 1
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return self.tx.run(*args)
-        delete = prune._delete
-        prune._delete = lambda tx, *args: delete(Killed(tx), *args)
-        prune.prune(open_store(path), before=before)
-        os._exit(1)  # nothing was left to prune
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    whole_or_gone()
-"""
 
 LEFT_OUT = object()
 ROWS: dict[str, dict[str, Any]] = {
@@ -93,7 +51,7 @@ def rows_of(bench: Workbench, run: FlowHandle[Any]) -> dict[str, int]:
     found = {}
     for table in TABLES:
         key = {"flow_runs": "id"}.get(table, "run_id")
-        if table not in ("workers", "messages", "rate_limits", "results"):
+        if table not in ("workers", "passes", "messages", "rate_limits", "results"):
             sql = f"SELECT COUNT(*) FROM {{{table}}} WHERE {key} = ?"
             row = bench.engine.store.read(lambda tx, sql=sql: tx.one(sql, (run.id,)))  # type: ignore[misc]
             found[table] = row[0] if row else 0
@@ -207,31 +165,3 @@ def test_of_two_prunes_one_deletes_a_run(bench: Workbench, monkeypatch: pytest.M
     monkeypatch.setattr(store, "write", write)
     outer = pruned(bench)
     assert (inner[0].pruned, outer.pruned, outer.skipped) == (1, 0, 1)
-
-
-def test_the_search_reads_ended_runs_from_their_index(bench: Workbench) -> None:
-    """PRUNE-1: live runs and young ones cost nothing."""
-    from dramatiq_saga.recovery import prune as module
-
-    finished(bench)
-    plan = bench.engine.store.read(lambda tx: tx.all(f"EXPLAIN QUERY PLAN {module._PAGE}", (1, 0, 0, 0, "", 10)))
-    assert any("flow_ended" in row[3] for row in plan), plan
-
-
-def test_a_prune_that_is_killed_a_hundred_times_leaves_every_run_whole_or_gone(
-    make_bench: MakeBench, python_process: Callable[..., Process]
-) -> None:
-    """C55, PRUNE-1: between two runs and between two tables; the next prune goes on, and an id that is free again begins anew."""
-    bench = make_bench()
-    runs = [finished(bench) for _ in range(20)]
-    before = bench.clock.now() + 1
-    bench.advance(91 * DAY)
-    path = str(bench.engine.store.database.database)
-    killed = python_process("-c", KILLED, path, str(before), "55")
-    assert killed.wait(60) == 0, killed.output()
-    left = [run for run in runs if any(rows_of(bench, run).values())]
-    assert 0 < len(left) < len(runs)
-    assert pruned(bench).pruned == len(left)
-    again = bench.send(run_id=runs[0].id)
-    bench.work_until(lambda: again.status == "completed")
-    assert [name for name, _ in bench.done] == ["book_hotel", "book_flight", "pay"]

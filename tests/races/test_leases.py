@@ -326,28 +326,6 @@ def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeB
     assert first.step(run) == ("completed", 2)
 
 
-def test_a_clock_that_is_set_forward_takes_nothing_from_a_living_worker(
-    bench: MakeBench, shop: Shop, clock: ManualClock
-) -> None:
-    """RECLAIM-5, C52: to the other worker everybody has been silent for hours, itself too, so it judges nobody for one lease."""
-    first, heart = alive(bench)
-    second, other = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
-    clock.advance(7200)
-    second.deliver(message)
-    assert first.step(run) == ("running", 1)
-    assert doctor.repair(first.engine, first.sender).reclaims == 1, (
-        "a sweep cannot know, and only sends a message: the claim decides"
-    )
-    for _ in range(4):
-        clock.advance(15)
-        heart.beat()
-        other.beat()
-        second.deliver(message)
-    assert (first.step(run), shop.ran) == (("running", 1), [])
-
-
 @on_one_machine
 def test_a_worker_that_has_just_started_gives_the_others_time_for_a_beat(
     bench: MakeBench, shop: Shop, clock: ManualClock

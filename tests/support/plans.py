@@ -22,7 +22,7 @@ from dramatiq_saga.store import transactions
 from dramatiq_saga.store.database import Store, Tx
 
 #: Tables that hold nothing of runs that have ended.
-NO_HISTORY = {"workers", "schema_migrations"}
+NO_HISTORY = {"workers", "passes", "schema_migrations"}
 
 #: More rows than this are more than one run has, or than are live, in a test.
 FEW = 300

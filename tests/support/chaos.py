@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from dramatiq import Message
+from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.brokers.redis import RedisBroker
 
 from dramatiq_saga import FlowHandle, SagaError, query
@@ -250,6 +251,8 @@ class Chaos:
                 self.operator.sweep()  # not every broker takes a message from a worker that is only stopped
                 eventually(lambda: self._begun_again(bodies), seconds)
             self.store.close_thread()
+            if isinstance(self.broker, RabbitmqBroker):
+                del self.broker.connection
             go_on()
 
         at_the_latest = threading.Timer(seconds, go_on)

@@ -224,9 +224,10 @@ def test_a_dead_workers_lock_ends_with_its_lease(
     take_and_die(first, message, claiming=claiming)
     if not claiming:
         message = first.message_again(message, message_id="a repair's")
-    clock.advance(59.999)
+    clock.advance(30)
     heart = Heartbeat(second.engine)
     heart.enter()
+    clock.advance(29.999)
     assert second.deliver(message).back_in == (2 if claiming else 10_000)
     clock.advance(0.001)
     assert second.deliver(message).back_in is None
@@ -318,9 +319,10 @@ def test_a_holder_that_was_passed_by_gives_back_nothing_that_is_not_its_own(
     shop.bodies["charge"] = stalled = Doorstep()
     slow = Background(lambda: first.deliver(first.message_again(message)))
     stalled.wait()
-    clock.advance(60)
+    clock.advance(30)
     heart = Heartbeat(second.engine)
     heart.enter()
+    clock.advance(30)
     shop.bodies["charge"] = door = Doorstep()
     other = Background(lambda: second.deliver(message))
     door.wait()

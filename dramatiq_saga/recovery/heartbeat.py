@@ -153,17 +153,21 @@ class Heartbeat(Background):
         with self._beating:
             now, beaten = self._engine.now(), self._monotonic()
 
-            def operation(tx: Tx) -> None:
-                if tx.one(_HERE, (self.id,)) is None:  # the first one, or forgotten meanwhile
-                    tx.run(_ENTER, (self.id, self._host, self.pid, self._started_at, now))
-                else:
+            def operation(tx: Tx) -> bool:
+                known = tx.one(_HERE, (self.id,)) is not None
+                if known:
                     tx.run(_BEAT, (now, self.id))
+                else:  # the first one, or somebody has deleted it
+                    tx.run(_ENTER, (self.id, self._host, self.pid, self._started_at, now))
                 # The clock was set back (C52). Whoever lives beats by it, and has done so before a lease is over.
                 # test_a_dead_workers_row_that_a_clock_set_back_has_put_into_the_future_grows_old_all_the_same
                 for (other,) in tx.all(_AHEAD, (now + self._lease,)):
                     tx.run(_BEAT, (now, other))
+                return known
 
-            self._engine.store.write(operation)
+            known = self._engine.store.write(operation)
+            if not known and self._engine.heart is self:  # until now, whatever was claimed under it was anybody's
+                self.lapses += 1
             # Until the commit, others saw the moment before. test_a_beat_that_commits_late_is_a_lapse
             if self.is_silent():
                 self._judges = self._monotonic() + self._lease

@@ -41,11 +41,21 @@ MAX_THREADS = 8
 MAX_ATTEMPTS = 8
 RETRY_WINDOW = 10.0
 
+#: A write that stands still between two statements for so many seconds is ended by the server (not by MySQL's): its process is stopped,
+#: its machine suspended or cut off, and whoever comes to the rows that it has locked, every sweep included, would wait as long as that.
+#: A process that goes on finds its connection lost, and begins the write again.
+STANDSTILL = 30
+
 # The cursor belongs to the transaction and ends with it, so closing it fails where COMMIT would not commit what was written:
 # in a transaction that a failed statement has aborted, and in another one than the one begun here. It reads nothing.
 _PG_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-_PG_WRITE = "BEGIN ISOLATION LEVEL READ COMMITTED; DECLARE saga_transaction CURSOR FOR SELECT 1"
+_PG_WRITE = (
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '%ds'; "
+    "DECLARE saga_transaction CURSOR FOR SELECT 1"
+)
 _PG_COMMIT = "CLOSE saga_transaction; COMMIT"
+# differs because: MySQL has no such limit; to it, what stands between the marks is a comment.
+_MYSQL_STANDSTILL = "SET SESSION sql_warnings = @@sql_warnings /*M!100306 , SESSION idle_write_transaction_timeout = %d */"
 _PG_ABORTED, _PG_NO_SUCH_CURSOR = "25P02", "34000"
 
 
@@ -218,7 +228,7 @@ class _ServerThread(Thread):
         execute = self._cursor.execute
         with driver_errors:
             if self._postgresql:
-                execute(_PG_READ if ticket.read else _PG_WRITE)
+                execute(_PG_READ if ticket.read else _PG_WRITE % STANDSTILL)
             elif ticket.read:
                 execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 execute("START TRANSACTION READ ONLY")
@@ -288,6 +298,7 @@ class _ServerThread(Thread):
         if self._servers.dialect == MYSQL and not self._servers.pooled:
             with driver_errors:
                 cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+                cursor.execute(_MYSQL_STANDSTILL % STANDSTILL)
                 # Never cut a value short in silence, whatever the server's default is.
                 cursor.execute("SET SESSION sql_mode = CONCAT(@@SESSION.sql_mode, ',STRICT_TRANS_TABLES')")
         quirks = self._servers.quirks

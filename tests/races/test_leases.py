@@ -265,6 +265,30 @@ def test_a_worker_that_stalls_beyond_its_lease_before_the_body_claims_again(
     assert heart.lapses == 1
 
 
+@on_one_machine
+def test_a_worker_whose_row_has_vanished_before_the_body_claims_again(bench: MakeBench, shop: Shop) -> None:
+    """RECLAIM-5, C10: the row was deleted, another worker took the step over, and the first one has beaten since."""
+    first, heart = alive(bench)
+    second, _ = alive(bench)
+    run, message = at_first_step(first)
+    vanished: list[int] = []
+
+    def vanish(event: ActionStarted) -> None:
+        if not vanished:
+            vanished.append(event.action.attempts)
+            first.store.write(lambda tx: tx.run("DELETE FROM {workers} WHERE id = ?", (heart.id,)))
+            second.deliver(message)
+            heart.beat()
+
+    subscribe(vanish, ActionStarted)
+    try:
+        first.deliver(message)
+    finally:
+        unsubscribe(vanish)
+    assert shop.order() == ["charge"]
+    assert first.step(run) == ("completed", 2)
+
+
 def test_a_worker_that_has_been_silent_beats_before_it_claims(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
     """RECLAIM-5: a claim under an old row could be taken over the moment it is made."""
     first, heart = alive(bench)

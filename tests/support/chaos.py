@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from dramatiq import Message
+from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.brokers.redis import RedisBroker
 
 from dramatiq_saga import FlowHandle, SagaError, query
@@ -167,7 +168,7 @@ class Chaos:
         self._misfortunes = every_kind_first(self.dice, misfortunes)
         self._instructions = every_kind_first(self.dice, INSTRUCTIONS)
         self.workers = [self._worker() for _ in range(workers)]
-        self.paused: set[int] = set()
+        self.paused: set[int] = set()  # process groups
         self.runs: list[FlowHandle[Any]] = []
 
     def _worker(self) -> WorkerProcess:
@@ -235,21 +236,29 @@ class Chaos:
         except AssertionError:  # everybody waits for something else
             return False
         group = self.workers[index].pid
-        self.paused.add(index)
+        self.paused.add(group)
         os.killpg(group, signal.SIGSTOP)
 
         def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+            self.paused.discard(group)
+
+        def watch() -> None:  # may itself wait for a lock of the one that is stopped
             with suppress(AssertionError, StoreError):
                 eventually(lambda: self._begun_again(bodies), 1)
             with suppress(AssertionError, StoreError):
                 self.operator.sweep()  # not every broker takes a message from a worker that is only stopped
                 eventually(lambda: self._begun_again(bodies), seconds)
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGCONT)
-            self.paused.discard(index)
             self.store.close_thread()
+            if isinstance(self.broker, RabbitmqBroker):
+                del self.broker.connection
+            go_on()
 
-        threading.Thread(target=go_on, daemon=True).start()
+        at_the_latest = threading.Timer(seconds, go_on)
+        at_the_latest.daemon = True
+        at_the_latest.start()
+        threading.Thread(target=watch, daemon=True).start()
         return True
 
     def _busy(self) -> tuple[int, set[Body]] | None:
@@ -272,15 +281,14 @@ class Chaos:
         )
 
     def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
-        if index in self.paused:
-            os.killpg(self.workers[index].pid, signal.SIGCONT)
-            self.paused.discard(index)
+        if self.workers[index].pid in self.paused:
+            self._resume()
         end(self.workers[index])
         self.workers[index] = self._worker()
 
     def _resume(self) -> None:
-        for index in list(self.paused):
-            os.killpg(self.workers[index].pid, signal.SIGCONT)
+        for group in list(self.paused):
+            os.killpg(group, signal.SIGCONT)
         self.paused.clear()
 
     def _lose_or_double(self, kind: str) -> bool:

@@ -101,6 +101,31 @@ def test_a_connection_killed_in_the_middle_is_replaced_once_and_the_work_done_on
 
 
 @both_servers
+def test_a_write_that_stands_still_gives_its_rows_back_and_is_done_once(
+    database_url: str, open_on: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LOOP-1: a machine that is suspended in the middle of a transaction holds up nobody for longer than that; it does its work again."""
+    monkeypatch.setattr(servers, "STANDSTILL", 1)
+    suspended, other = open_on(database_url), open_on(database_url)
+    suspended.write(add(amount=0))
+    goes_on, locked, log = threading.Event(), threading.Event(), []
+
+    def operation(tx: Tx) -> int:
+        log.append(add(amount=10)(tx))
+        if len(log) == 1:
+            locked.set()
+            assert goes_on.wait(60)
+        return add()(tx)
+
+    ticket = suspended.submit(operation)
+    assert locked.wait(20)
+    assert other.write(add()) == 1
+    goes_on.set()
+    assert ticket.result() == 12
+    assert log == [10, 11]
+
+
+@both_servers
 def test_a_second_loss_is_a_refusal(store: Store, kill: Callable[[int], None]) -> None:
     log: list[int] = []
 

@@ -20,7 +20,17 @@ SWEEPS = 12
 
 MOMENTS = frozenset(
     {
-        *("created_at", "woken_at", "sent_at", "hold_until", "expires_at", "expiry_after", "timer_at", "timer_last", "repair_after"),
+        *(
+            "created_at",
+            "woken_at",
+            "sent_at",
+            "hold_until",
+            "expires_at",
+            "expiry_after",
+            "timer_at",
+            "timer_last",
+            "repair_after",
+        ),
         *("reclaim_stale_at", "next_try_at", "time_limit_at", "not_before", "due_at", "closed_early_at"),
     }
 )
@@ -113,8 +123,6 @@ class Ending:
 
     def _key(self, content: Content) -> Content:
         return tuple(
-            tuple(
-                tuple(value if at not in blank else value is None for at, value in enumerate(row)) for row in rows
-            )
+            tuple(tuple(value if at not in blank else value is None for at, value in enumerate(row)) for row in rows)
             for blank, rows in zip(self._blank, content, strict=True)
         )

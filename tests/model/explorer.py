@@ -76,11 +76,11 @@ class Actor(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"the worker with {self.call[1].id}/{self.call[2]}" if self.call[0] == "deliver" else f"the {self.call[0]}"
+        return f"the worker with {self.call[1].id}/{self.call[2]}" if self.call[0] == "deliver" else _visitor(self.call[0])
 
     @property
     def is_in_body(self) -> bool:
-        return self.claim is not None and len(self.standing.options) == 3
+        return "succeeds" in self.standing.options
 
 
 class State(NamedTuple):
@@ -135,7 +135,6 @@ class Explored:
     executed: int = 0
     depth: int = 0
     ended: Counter[str] = field(default_factory=Counter)
-    told: Counter[str] = field(default_factory=Counter)
 
 
 class Explorer:
@@ -177,11 +176,14 @@ class Explorer:
 
     def _first(self) -> State:
         letters = self._ending.begin(self.scenario.before)
-        content = self._content_number()
+        content, now = self._content_number(), self.world.clock.now()
         queue: tuple[int, ...] = ()
         for letter in letters:
             queue = self._with_letter(queue, letter)
-        state = State(content, self.world.clock.now(), (), queue, tuple(self.scenario.budgets.get(name, 0) for name in BUDGETS))
+        wrong = self._ending.wrong(self.contents.things[content])
+        if wrong is not None:
+            raise Violation(wrong, [])
+        state = State(content, now, (), queue, tuple(self.scenario.budgets.get(name, 0) for name in BUDGETS))
         self._parents[state] = None
         return state
 
@@ -200,14 +202,14 @@ class Explorer:
     def _at_rest(self, state: State) -> None:
         """Nothing is on its way. Unless a message was lost, the run has been brought to its end by messages alone (DRIVE-2, CLAIM-2)."""
         now = self._facts[state.content]
-        self.found.ended[f"{now.run['status']}, rollback {now.run['rollback']}"] += 1
+        self.found.ended[f"{now.run['status']}, {now.run['rollback']}"] += 1
         if self._spared(state) and not now.is_over:
             raise Violation(f"nothing is on its way, and the run is {now.run['status']}", self._trace(state))
 
     def _spared(self, state: State) -> bool:
         """Whether no message can have been lost."""
-        lost = ("lost",) if self.scenario.joins else ("lost", "crash")
-        return all(self._left(state, name) == self.scenario.budgets.get(name, 0) for name in lost)
+        losing = ("lost",) if self.scenario.joins else ("lost", "crash")
+        return all(self._left(state, name) == self.scenario.budgets.get(name, 0) for name in losing)
 
     @staticmethod
     def _left(state: State, name: str) -> int:
@@ -391,17 +393,21 @@ class Explorer:
             again = ", and will be given it again" if move.kind == "doubled" else ""
             who, did = f"a worker is given {letter.id}{again}", ""
         elif move.kind in VISITORS:
-            who, did = f"the {move.kind} comes by", ""
+            who, did = f"{_visitor(move.kind)} begins", ""
         else:
             actor = self.actors.things[move.who or 0]
             if move.kind == "crash":
-                return f"{actor.name} dies before {actor.standing.name}; what it has in its hand is delivered again"
+                return f"{actor.name} dies before {_short(actor.standing.name)}; what it has in its hand is delivered again"
             who = actor.name
             did = f": {actor.standing.name} {move.choice}" if move.choice else f": {_short(actor.standing.name)}"
         changed = facts.changes(self._facts[state.content], self._facts[following.content])
         new = Counter(following.queue) - Counter(state.queue)
         sent = ", ".join(self.letters.things[number].id for number in new.elements()) if move.kind != "doubled" else ""
         return f"{who}{did}{changed and f' [{changed}]'}{sent and f' (sent: {sent})'}"
+
+
+def _visitor(name: str) -> str:
+    return f"the {name}" if name in ("monitor", "doctor") else f"the operator's {name}"
 
 
 def _short(name: str) -> str:

@@ -50,9 +50,7 @@ class Facts:
 
 def read(content: Content, columns: dict[str, tuple[str, ...]]) -> Facts:
     """``content`` as rows that can be asked by name."""
-    tables = [
-        [dict(zip(columns[table], row, strict=True)) for row in rows] for table, rows in zip(KEPT, content, strict=True)
-    ]
+    tables = [[dict(zip(columns[table], row, strict=True)) for row in rows] for table, rows in zip(KEPT, content, strict=True)]
     runs, *others = tables
     (run,) = runs
     return Facts(run, *({row["sequence"]: row for row in rows} for rows in others))
@@ -69,7 +67,9 @@ def changes(before: Facts, after: Facts) -> str:
         if was is None:
             parts.append(f"{name} is new: {row.get('status', 'open')}")
             continue
-        moved = [f"{column} {_short(was[column])} -> {_short(row[column])}" for column in told[key[0]] if was[column] != row[column]]
+        moved = [
+            f"{column} {_short(was[column])} -> {_short(row[column])}" for column in told[key[0]] if was[column] != row[column]
+        ]
         if moved:
             parts.append(f"{name}: {', '.join(moved)}")
     return "; ".join(parts)

@@ -100,7 +100,11 @@ STATES: tuple[Callable[[Facts], Offences], ...] = (
 def an_end_is_an_end(before: Facts, after: Facts, claim: Claim | None, now: int) -> Offences:
     """STATUS-1, COMP-8: a terminal status is never left, a rollback ends as it was to end, and what is counted only grows."""
     old, new = before.run, after.run
-    if old["ended_at"] is not None and (new["status"], new["result"], new["error"]) != (old["status"], old["result"], old["error"]):
+    if old["ended_at"] is not None and (new["status"], new["result"], new["error"]) != (
+        old["status"],
+        old["result"],
+        old["error"],
+    ):
         yield f"the run had ended as {old['status']}, and is {new['status']}"
     if old["status"] == "rolling_back" and new["status"] not in ("rolling_back", old["ends_as"]):
         yield f"the run was rolling back to end as {old['ends_as']}, and is {new['status']}"

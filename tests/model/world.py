@@ -332,7 +332,7 @@ class Silent(AnomalyLog):
         pass
 
 
-class _a_refusal_is_an_answer:  # noqa: N801
+class _a_refusal_is_an_answer:
     """An operator is told that the run is elsewhere by now."""
 
     def __enter__(self) -> None:

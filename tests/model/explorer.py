@@ -19,14 +19,14 @@ from dramatiq_saga.engine.rows import Outgoing
 from tests.model import facts, invariants
 from tests.model.ending import Ending
 from tests.model.invariants import Claim
-from tests.model.store import Content, Entry, Standing
+from tests.model.store import UNKNOWN, Content, Entry, Standing
 from tests.model.world import TICK, Letter, World, without_moments
 
 H = TypeVar("H", bound=Hashable)
 
 #: What may happen a number of times, in this order in a state's budgets.
 BUDGETS = (
-    "doubled", "lost", "crash", "fails", "is shut down", "later", "monitor", "doctor", "cancel", "compensate", "resume", "kick",
+    "doubled", "lost", "crash", "unknown", "fails", "is shut down", "later", "monitor", "doctor", "cancel", "compensate", "resume", "kick",
 )  # fmt: skip
 VISITORS = BUDGETS[BUDGETS.index("monitor") :]
 
@@ -253,14 +253,18 @@ class Explorer:
             }
             while f"{letter.id}/{delivery}" in used:
                 delivery += 1
-        yield from self._step(state, Move(kind, number), ("deliver", letter, delivery), hand=letter)
+        call = ("deliver", letter, delivery)
+        yield from self._step(state, Move(kind, number), call, hand=letter)
+        if letter.says.kind in ("step", "compensation") and self._left(state, UNKNOWN):
+            yield from self._step(_spend(state, UNKNOWN), Move(kind, number, UNKNOWN), call, choice=UNKNOWN, hand=letter)
 
     def _go_on(self, state: State, who: int) -> Iterator[tuple[Move, State, str | None]]:
         actor = self.actors.things[who]
         rest = state._replace(actors=_without(state.actors, who))
         if not actor.standing.options:
             yield from self._step(rest, Move("go on", who), who)
-            return
+        if actor.standing.writes and self._left(state, UNKNOWN):
+            yield from self._step(_spend(rest, UNKNOWN), Move("go on", who, UNKNOWN), who, choice=UNKNOWN)
         for option in actor.standing.options:
             if option in BUDGETS:
                 if self._left(state, option):
@@ -391,7 +395,7 @@ class Explorer:
             if move.kind == "lost":
                 return f"the message {letter.id} is lost"
             again = ", and will be given it again" if move.kind == "doubled" else ""
-            who, did = f"a worker is given {letter.id}{again}", ""
+            who, did = f"a worker is given {letter.id}{again}", _unanswered(move)
         elif move.kind in VISITORS:
             who, did = f"{_visitor(move.kind)} begins", ""
         else:
@@ -399,7 +403,8 @@ class Explorer:
             if move.kind == "crash":
                 return f"{actor.name} dies before {_short(actor.standing.name)}; what it has in its hand is delivered again"
             who = actor.name
-            did = f": {actor.standing.name} {move.choice}" if move.choice else f": {_short(actor.standing.name)}"
+            did = f": {_short(actor.standing.name)}"
+            did += _unanswered(move) if move.choice in (None, UNKNOWN) else f" {move.choice}"
         changed = facts.changes(self._facts[state.content], self._facts[following.content])
         new = Counter(following.queue) - Counter(state.queue)
         sent = ", ".join(self.letters.things[number].id for number in new.elements()) if move.kind != "doubled" else ""
@@ -408,6 +413,10 @@ class Explorer:
 
 def _visitor(name: str) -> str:
     return f"the {name}" if name in ("monitor", "doctor") else f"the operator's {name}"
+
+
+def _unanswered(move: Move) -> str:
+    return ", and is told that nobody knows" if move.choice == UNKNOWN else ""
 
 
 def _short(name: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from peewee import SqliteDatabase
 
 from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.errors import WriteUnknownError
 from dramatiq_saga.store import migrations
 from dramatiq_saga.store.models import TABLES
 from dramatiq_saga.store.sql import SQLITE, Statements
@@ -57,10 +58,14 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One transaction of an actor, or one decision about it: when it was, and what the actor was answered."""
+    """One transaction of an actor, or one decision about it: when it was, and what the actor was answered.
+
+    ``unknown``: the transaction has committed, and the actor was told that nobody knows.
+    """
 
     now: int
     answers: Any
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class Standing:
 
     name: str
     options: tuple[str, ...] = ()
+    writes: bool = False
+
+
+#: In place of a choice, where an actor stands before a write: it commits, and the actor is told that nobody knows.
+UNKNOWN = "unknown"
 
 
 class ModelStore:
@@ -185,35 +195,46 @@ class ModelStore:
     # --- what the engine calls ---------------------------------------------------------------------------------------
 
     def write(self, operation: Callable[[Any], T]) -> T:
+        return self._transaction(operation, writes=True)
+
+    def read(self, operation: Callable[[Any], T]) -> T:
+        return self._transaction(operation, writes=False)
+
+    def _transaction(self, operation: Callable[[Any], T], *, writes: bool) -> T:
         if self._freely is not None:
             return self._execute(operation)
         if self._spent or self._standing is not None:  # somebody may have caught the pause: a body lets nothing through
-            self._stand_still(Standing(operation.__qualname__))
+            self._stand_still(Standing(operation.__qualname__, (), writes))
         if self._position < len(self._log):
-            recalled = _Recalled(self._recall().answers)
+            entry = self._recall()
+            recalled = _Recalled(entry.answers)
             value = operation(recalled)
+            if entry.unknown:
+                raise WriteUnknownError("the connection was lost while COMMIT was under way", "commit", None, True)
             _call_all(recalled.callbacks)
             return value
         self._begin()
-        return self._execute(operation)
+        return self._execute(operation, unknown=writes and self._choice == UNKNOWN)
 
-    read = write
-
-    def _execute(self, operation: Callable[[Any], T]) -> T:
+    def _execute(self, operation: Callable[[Any], T], *, unknown: bool = False) -> T:
         tx = _Recording(SQLiteTx(self._connection, self._texts))
         self._connection.execute("BEGIN")
         try:
             value = operation(tx)
         except BaseException:
+            unknown = False
             self._connection.execute("ROLLBACK")
             raise
         else:
             self._connection.execute("COMMIT")
         finally:
             self._spent = True
-            self._fresh.append(Entry(self.clock.now(), tuple(tx.answers)))
+            self._fresh.append(Entry(self.clock.now(), tuple(tx.answers), unknown))
         if tx.wrote:
             self._loaded = None
+        _call_all(tx.parts)
+        if unknown:
+            raise WriteUnknownError("the connection was lost while COMMIT was under way", "commit", None, True)
         _call_all(tx.callbacks)
         return value
 
@@ -269,6 +290,7 @@ class _Recording:
         self._tx = tx
         self.answers: list[Any] = []
         self.callbacks: list[Callable[[], None]] = []
+        self.parts: list[Callable[[], None]] = []
         self.wrote = False
 
     def run(self, sql: str, params: Sequence[object] = ()) -> int:
@@ -295,6 +317,10 @@ class _Recording:
     def after_commit(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
 
+    def take_part(self, change: Callable[[], None]) -> None:
+        """A change of the queue, which commits with the transaction whatever anybody is told of it."""
+        self.parts.append(change)
+
 
 class _Recalled:
     """A transaction that was executed before."""
@@ -318,6 +344,9 @@ class _Recalled:
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
+
+    def take_part(self, change: Callable[[], None]) -> None:
+        """It has been done."""
 
 
 def _call_all(callbacks: list[Callable[[], None]]) -> None:

@@ -94,8 +94,8 @@ SCENARIOS = (
     Scenario("foreign broker", one_step, {"crash": 1, "later": 1, "doctor": 1}, workers=1, joins=False, more={"compensate": 1}),
     Scenario("no answer", one_step, {"unknown": 1, "crash": 1, "fails": 1, "compensate": 1}, more={"doubled": 1, "later": 1}),
     Scenario(
-        "no answer in a rollback", three_steps, {"unknown": 2, "crash": 1, "fails": 1, "later": 1}, workers=1, before=("succeeds", "succeeds", "compensate"),
-        more={"doubled": 1},
+        "no answer in a rollback", three_steps, {"unknown": 2, "crash": 1, "fails": 1, "later": 1}, workers=1,
+        before=("succeeds", "succeeds", "compensate"), more={"doubled": 1},
     ),
     Scenario("kicked", two_steps, {"kick": 1, "is shut down": 1}, before=("succeeds",), more={"doubled": 1}),
 )  # fmt: skip

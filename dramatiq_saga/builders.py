@@ -15,12 +15,13 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from enum import StrEnum
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
 
 from dramatiq import Actor, Broker, Message
 
-from .advice import advise
+from .advice import advise, advise_on_reclaim
 from .clock import moment_to_ms, to_ms
 from .codec import encode, encode_call, step_failed
 from .coroutines import refuse_without_loop
@@ -484,6 +485,8 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             scope=scope,
         )  # fmt: skip
         advise(actor, step, settings)
+        if self._compensation_call is not None:
+            advise_on_reclaim(self._compensation_call[0], step.comp_reclaim_stale_after_seconds, settings=settings)
         return step
 
     def _deadline(self) -> int | None:
@@ -531,7 +534,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             assert entry.value is not None
             resolve(
                 self._replay, self._compensation_from, entry.value(), broker=self._actor.broker, sequence=entry.sequence,
-                where=f"the compensation of step {entry.sequence} ({entry.actor})",
+                where=f"the compensation of step {entry.sequence} ({entry.actor})", reclaim=self._comp_reclaim,
             )  # fmt: skip
 
     def _describe(self) -> str:
@@ -586,7 +589,9 @@ def check_message_builder(builder: object, args: tuple[Any, ...], kwargs: dict[s
         raise TypeError(f"compensate_with() takes an actor or a callable that returns a message, not {type(builder).__name__}")
 
 
-def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str) -> None:
+def resolve(
+    replay: Replay, builder: MessageBuilder, value: Any, *, broker: Broker, sequence: int, where: str, reclaim: Reclaim
+) -> None:  # fmt: skip
     """Build a compensation from a result, the first time a drive sees it (COMP-2); what goes wrong holds the run (COMP-10)."""
     try:
         with replay.building(where):
@@ -609,6 +614,7 @@ def resolve(replay: Replay, builder: MessageBuilder, value: Any, *, broker: Brok
         actor = broker.get_actor(message.actor_name)
         options = {**message.options, "queue_name": message.queue_name}
         spec = compensation(actor, message.args, message.kwargs, options)
+        advise_on_reclaim(actor, reclaim.resolve(replay.settings, "sagas"), settings=replay.settings, options=options)
     except Exception as error:
         raise replay.fault(CompensationBuildError(f"{where} cannot be sent: {error}")) from error
     replay.resolve_compensation(sequence, spec)
@@ -632,8 +638,8 @@ def compensation(
 
 def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """``[args, kwargs]`` encoded, after checking that the actor can be called with them."""
-    if not _fits(actor.fn, len(args), tuple(kwargs)):
-        signature = signature_of(actor.fn)
+    signature, fits = _calls_of(actor.fn)
+    if not fits(len(args), tuple(kwargs)):
         assert signature is not None
         try:
             signature.bind(*args, **kwargs)
@@ -645,10 +651,24 @@ def bind(actor: Actor[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotSerializableError(f"{actor.actor_name}: {error.path}", error.detail) from None
 
 
-@lru_cache(maxsize=4096)
-def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
+#: How functions are called. Held weakly: an application that is gone is not kept by what was known of its actors.
+_calls: WeakKeyDictionary[Callable[..., Any], tuple[inspect.Signature | None, Callable[..., bool]]] = WeakKeyDictionary()
+
+
+def _calls_of(fn: Callable[..., Any]) -> tuple[inspect.Signature | None, Callable[[int, tuple[str, ...]], bool]]:
+    """The signature of an actor's function, ``None`` where Python cannot tell, and whether a call of a shape binds to it."""
+    known = _calls.get(fn)
+    if known is None:
+        try:
+            signature = inspect.signature(fn)
+        except (TypeError, ValueError):
+            signature = None
+        known = _calls[fn] = signature, lru_cache(maxsize=64)(partial(_fits, signature))
+    return known
+
+
+def _fits(signature: inspect.Signature | None, positional: int, keywords: tuple[str, ...]) -> bool:
     """Whether a call of that shape binds; which values it carries makes no difference."""
-    signature = signature_of(fn)
     if signature is None:
         return True
     try:
@@ -656,12 +676,3 @@ def _fits(fn: Callable[..., Any], positional: int, keywords: tuple[str, ...]) ->
     except TypeError:
         return False
     return True
-
-
-@lru_cache(maxsize=1024)
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of an actor's function; ``None`` where Python cannot tell."""
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None

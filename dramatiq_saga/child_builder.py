@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, Se
 
 from dramatiq import Actor, Message
 
+from .advice import advise_on_reclaim
 from .builders import (
     MessageBuilder,
     Reclaim,
@@ -70,6 +71,9 @@ class ChildWorkflow(Protocol[P, R_co]):
 
 def _nothing() -> None:
     return None
+
+
+_RECLAIM = Reclaim("")  # of a child's compensation: as it is configured
 
 
 class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
@@ -216,7 +220,9 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
                 assert entry.value is not None
                 where = f"the compensation of child {entry.sequence} ({entry.workflow})"
                 broker = self._workflow.broker
-                resolve(self._replay, self._comp_from, entry.value(), broker=broker, sequence=entry.sequence, where=where)
+                resolve(
+                    self._replay, self._comp_from, entry.value(), broker=broker, sequence=entry.sequence, where=where, reclaim=_RECLAIM
+                )  # fmt: skip
             return State(entry, value=entry.value)
         if entry.is_live:
             return State(entry, outside=True)
@@ -256,6 +262,9 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         self._make_ready()
         assert self._encoded is not None
         undone = self._compensation is not None or self._comp_from is not None
+        reclaim = _RECLAIM.resolve(settings, "sagas") if undone else None
+        if self._comp_call is not None:
+            advise_on_reclaim(self._comp_call[0], reclaim, settings=settings)
         return NewChild(
             replay.next_sequence(), uuid7(replay.now), workflow.name, self._encoded,
             self._start(),
@@ -265,7 +274,7 @@ class ChildBuilder(RetriedOnSignal, Generic[R_co, V_co]):
             compensation=self._compensation,
             comp_from_result=self._comp_from is not None,
             comp_policy=self._comp_policy or scope.comp_policy,
-            comp_reclaim_stale_after_seconds=Reclaim("").resolve(settings, "sagas") if undone else None,
+            comp_reclaim_stale_after_seconds=reclaim,
             scope=scope,
         )  # fmt: skip
 

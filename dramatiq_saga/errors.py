@@ -428,6 +428,10 @@ def _version(text: str) -> tuple[int, str]:
     return (int(text), "") if text.isdecimal() else (0, text)
 
 
+class MissingExtraError(SagaError, ImportError):
+    """A part of the system needs a package that is not installed; the message names the extra that brings it."""
+
+
 class MiddlewareOrderError(SagaError, MiddlewareError):
     """SagaMiddleware is missing, doubled, or in the wrong place of the broker's list."""
 

@@ -63,6 +63,7 @@ from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .recovery.heartbeat import Heartbeat
+from .recovery.loop import SweepLoop
 from .recovery.timer_loop import TimerLoop
 from .settings import Settings
 from .step import OPTION, Delivery, Runner, is_ours
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from dramatiq.worker import ConsumerThread, WorkerThread
 
     from .engine.core import Sender
+    from .locks import LockBackend
 
 #: Delay of a next try that Dramatiq could not send and we send in its place, in milliseconds.
 RETRY_AGAIN_MS = 15_000
@@ -117,7 +119,8 @@ class SagaMiddleware(Middleware):
         messages share a transaction as well.
       settings: a :class:`~dramatiq_saga.Settings`; the defaults are careful (reclaim and repair off),
         ``Settings.recommended()`` recovers by itself.
-      locks: overlap locks; not needed for correctness.
+      locks: overlap locks, for example :class:`~dramatiq_saga.locks.RedisLocks`: a message that finds another one at its step, its
+        compensation or its run is put back (LOCK-1). Correctness does not need them; none by default.
 
     Add it last: ``broker.add_middleware(SagaMiddleware(...))``, before workflows are declared. Where the broker has no
     ``GroupCallbacks`` by the time that it is first used, one is added in front of it, on the broker's Redis or on the store's
@@ -125,14 +128,25 @@ class SagaMiddleware(Middleware):
     """
 
     def __init__(
-        self, database: str | Path | Database | None = None, *, settings: Settings | None = None, locks: object | None = None
+        self,
+        database: str | Path | Database | None = None,
+        *,
+        settings: Settings | None = None,
+        locks: LockBackend | None = None,
     ) -> None:
-        if locks is not None:
-            raise NotImplementedError("overlap locks are not part of this version; claims alone keep work from running twice")
+        if locks is not None and not (callable(getattr(locks, "take", None)) and callable(getattr(locks, "release", None))):
+            raise TypeError(
+                f"SagaMiddleware() takes locks as a back end, locks=RedisLocks('redis://localhost:6379/0'), not {locks!r}"
+            )
         if isinstance(database, Settings):
             raise TypeError("SagaMiddleware() takes its settings by name: SagaMiddleware(settings=Settings.recommended())")
+        if settings is not None and not isinstance(settings, Settings):
+            raise SettingsError(
+                "settings", f"must be a Settings, not {type(settings).__name__}: Settings.from_mapping() takes a mapping"
+            )
         self.settings = settings or Settings()
         self._database = database
+        self._locks = locks
         self._local = _Local()
         self._lock = threading.RLock()
         self._broker: Broker | None = None
@@ -140,6 +154,7 @@ class SagaMiddleware(Middleware):
         self._runner: Runner | None = None
         self._timers: TimerLoop | None = None
         self._heartbeat: Heartbeat | None = None
+        self._sweeps: SweepLoop | None = None
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
         made.add(self)
@@ -209,7 +224,7 @@ class SagaMiddleware(Middleware):
         if self._runner is None:
             with self._lock:
                 if self._runner is None:
-                    self._runner = Runner(engine, broker, self.sender(broker))
+                    self._runner = Runner(engine, broker, self.sender(broker), locks=self._locks)
         return self._runner
 
     def sender(self, broker: Broker) -> Sender:
@@ -290,7 +305,7 @@ class SagaMiddleware(Middleware):
             self.log.warning(
                 "repair_is_off",
                 meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
-                "(Settings.recommended()) and run `dramatiq-saga sweep` from cron",
+                "(Settings.recommended(), which has workers sweep as well)",
             )
 
     def _start_heartbeat(self, broker: Broker) -> None:
@@ -303,17 +318,21 @@ class SagaMiddleware(Middleware):
         self._heartbeat.start()
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        """Where messages cannot carry what will be due, look for it from here (TIMER-1)."""
+        """Where messages cannot carry what will be due, look for it from here (TIMER-1); sweep, if workers are to (LOOP-1)."""
         runner = self.runner(broker)
-        if not runner.sender.joins:
-            with self._lock:
-                if self._timers is None:
-                    self._timers = TimerLoop(runner.engine, runner.sender)
-            self._timers.start()
+        with self._lock:
+            if self._timers is None and not runner.sender.joins:
+                self._timers = TimerLoop(runner.engine, runner.sender)
+            if self._sweeps is None and self.settings.loop.enabled:
+                self._sweeps = SweepLoop(runner.engine, runner.sender)
+        for thread in (self._timers, self._sweeps):
+            if thread is not None:
+                thread.start()
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
-        if self._timers is not None:
-            self._timers.stop()
+        for thread in (self._timers, self._sweeps):
+            if thread is not None:
+                thread.stop()
         if self._runner is not None:
             self._runner.stopping.set()
 
@@ -406,7 +425,7 @@ class SagaMiddleware(Middleware):
         if delivery is not None and delivery.message is message:
             if not delivery.damaged:
                 self._withholding(lambda: self._before_ack(broker, delivery))
-            self._let_go()
+            self._let_go(broker)
 
     def _before_ack(self, broker: Broker, delivery: Delivery) -> None:
         runner = self.runner(broker)
@@ -437,7 +456,7 @@ class SagaMiddleware(Middleware):
             delivery = Delivery(message)
         if not delivery.damaged:
             self._withholding(lambda: self._before_nack(broker, delivery))
-        self._let_go()
+        self._let_go(broker)
 
     def _before_nack(self, broker: Broker, delivery: Delivery) -> None:
         runner, job = self.runner(broker), delivery.job
@@ -486,13 +505,17 @@ class SagaMiddleware(Middleware):
                 return bool(limit) and current_millis() - message.message_timestamp >= (limit or 0)
         return False
 
-    def _let_go(self) -> None:
+    def _let_go(self, broker: Broker) -> None:
         """The delivery at hand is over. Until then Dramatiq may come again for it, when its end was withheld."""
+        delivery = self._local.delivery
+        if delivery is not None and delivery.lock is not None:
+            self.runner(broker).leave(delivery)
         self._local.delivery = self._local.pending = None
 
     def _unrecorded(self, delivery: Delivery) -> bool:
-        """Whether its claim or its outcome is not known to be durable: the worker was stopped while the store refused."""
-        return delivery.state == "claimed" or (delivery.state == "new" and delivery.attempt is not None)
+        """Whether its claim, its outcome or its return is not known to be durable: the worker was stopped while the store refused."""
+        begun = delivery.attempt is not None or delivery.back_in is not None
+        return delivery.state == "claimed" or (delivery.state == "new" and delivery.job is not None and begun)
 
     def _withholding(self, part: Any) -> None:
         """Run ``part``; while it cannot be done, the message of a stopping worker is not acknowledged (FENCE-3).

@@ -10,9 +10,10 @@ Long because every action is a method of one class, and most of each is the prom
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from dramatiq.middleware import Retries
@@ -27,11 +28,15 @@ from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
 from .query import FlowQuery, read_conditions
+from .recovery.doctor import RepairReport, candidates
 from .recovery.explain import Declared, Explanation, Post, Posts, why
 from .recovery.kick import KickReport, kick
-from .recovery.prune import PruneReport, prune
+from .recovery.monitor import MonitorReport
+from .recovery.passes import Skipped
+from .recovery.prune import PruneReport, horizon, prune
+from .recovery.schedule import PRUNE_AT, Plan, Schedule
 from .recovery.stuck import StuckReport, stuck
-from .recovery.sweep import SweepReport, sweep
+from .recovery.sweep import SweepReport, monitor_in_turn, repair_in_turn, repair_is_off, sweep
 from .report_entries import EntryReport
 from .reports import RunReport, StepReport, read_run
 from .settings import Settings
@@ -174,9 +179,10 @@ class Operator:
     def on_database(cls, database: str | Path, *, settings: Settings | None = None) -> Operator:
         """On a database alone: looking is possible, and seeing to tables and dead letters. Creates nothing by itself.
 
-        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown.
+        ``settings`` are those of the environment unless given; what counts is the table prefix, and which payloads may be shown. Leases are
+        then taken to be on: they concern what was claimed under a heartbeat alone, and only an application that has them on claims so.
         """
-        chosen = settings or Settings.from_env()
+        chosen = settings or Settings.from_mapping({"reclaim.dead_workers.enabled": True}, base=Settings.from_env())
         return cls(open_store(database, prefix=chosen.schema.table_prefix, auto_create=False), settings=chosen)
 
     def close(self) -> None:
@@ -212,7 +218,7 @@ class Operator:
         """One run, whole. Raises FlowNotFoundError."""
         self._require_tables()
         report = self.store.read(
-            lambda tx: read_run(tx, run_id, history=self.settings.history, tries_of=self._tries_of, events=events)
+            lambda tx: read_run(tx, run_id, settings=self.settings, tries_of=self._tries_of, events=events)
         )
         if report is None:
             raise FlowNotFoundError(run_id)
@@ -424,8 +430,63 @@ class Operator:
     # --- all runs ----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> SweepReport:
-        """One sweep: monitor, then repair where it is enabled."""
-        return sweep(*self._engine("sweep"))
+        """One sweep: monitor, then repair where it is enabled. A pass that another process is at is skipped, and the report says so.
+
+        Raises RefusedError, as do the other passes, where the application declares no workflow: it could drive nothing, and would call its
+        actors unknown.
+        """
+        return sweep(*self._sweeper("sweep"))
+
+    def monitor(self) -> MonitorReport | Skipped:
+        """One pass of the monitor; skipped where another process is at one."""
+        return monitor_in_turn(*self._sweeper("monitor"))
+
+    def repair(self) -> RepairReport | Skipped:
+        """One pass of the doctor; skipped where another process is at one.
+
+        Raises RefusedError where ``repair.enabled`` is off; the text says how much is waiting for it.
+        """
+        engine, sender = self._sweeper("repair")
+        if not engine.settings.repair.enabled:
+            raise RefusedError(
+                f"{repair_is_off(candidates(engine))}; turn it on in the application's settings, or kick single runs"
+            )
+        return repair_in_turn(engine, sender)
+
+    def schedule(
+        self,
+        *,
+        stop: SimpleQueue[str],
+        tell: Callable[[str], None],
+        monitor_seconds: float | None = None,
+        repair_seconds: float | None = None,
+        prune_at: str | None = PRUNE_AT,
+        timezone: str = "UTC",
+    ) -> str:
+        """Monitor, repair and prune again and again, until something is put into ``stop``, which is returned (LOOP-1).
+
+        ``tell`` is given the plan, and a line of each pass that has something to say. The rest is as for
+        :func:`dramatiq_saga.scheduling.add_jobs`.
+        """
+        engine, sender = self._sweeper("schedule")
+        plan = Plan.make(
+            engine.settings,
+            monitor_seconds=monitor_seconds,
+            repair_seconds=repair_seconds,
+            prune_at=prune_at,
+            timezone=timezone,
+        )
+        tell(plan.line(engine.now()))
+        return Schedule(engine, sender, plan, tell=tell).serve(stop)
+
+    def _sweeper(self, command: str) -> tuple[Engine, Sender]:
+        engine, sender = self._engine(command)
+        if not engine.workflows:
+            raise RefusedError(
+                "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
+                "actors (--app), the one that `dramatiq` is started with"
+            )
+        return engine, sender
 
     def prune(
         self, *, days: float | None = None, before: int | None = None, limit: int | None = None, dry_run: bool = False
@@ -437,7 +498,7 @@ class Operator:
         self._require_tables()
         if before is None:
             age = self.settings.prune.retention_days if days is None else days
-            before = self.store.clock.now() - round(age * 86_400_000)
+            before = horizon(self.store, age)
         return prune(self.store, before=before, dry_run=dry_run, limit=limit)
 
     def init(self) -> list[str]:

@@ -6,7 +6,7 @@ by page behind the last one seen, so a long list costs the same on every page. I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from .store.models import LIVE, NAME_LENGTH, narrowed
 if TYPE_CHECKING:
     from dramatiq import Broker
 
-    from .store.database import Store
+    from .store.database import Store, Tx
 
 #: Rows that one read fetches while a query is iterated over.
 PAGE = 200
@@ -35,6 +35,12 @@ _AWAITING = (
 _AWAITING_SIGNAL, _AWAITING_RETRY = _AWAITING % "signal", _AWAITING % "retry"
 _SIGNALABLE = f"r.{LIVE} AND r.status <> 'rolling_back'"
 _NOT_SIGNALABLE = "(r.ended_at IS NOT NULL OR r.status = 'rolling_back')"
+
+#: A tag that no more runs than this carry leads to them; one that more carry is looked up for each run of the list. Either way the
+#: first page costs little, however many runs there are: test_a_list_by_tag_costs_the_same_however_many_runs_have_ended
+FEW = 1000
+_TAGGED = "SELECT t.run_id FROM {tags} t WHERE t.name = ? AND "
+_CARRIED = "SELECT COUNT(*) FROM (SELECT 1 FROM {tags} t WHERE t.name = ? AND %s LIMIT ?) found"
 
 _ORDERS = {
     "newest": "created_at DESC, id DESC",
@@ -86,10 +92,11 @@ class FlowQuery:
         """The runs found, as rows: id, created_at, then ``columns`` of ``flow_runs``."""
         wanted = ", ".join(f"r.{column}" for column in ("id", "created_at", *columns))
         descending = self.order == "newest"
+        rare = self._rare_tags(store)
         last: tuple[int, str] | None = None
         left = self.limit
         while left is None or left > 0:
-            where, params = self._where()
+            where, params = self._where(rare)
             if last is not None:
                 sign = "<" if descending else ">"
                 where += f" AND (r.created_at {sign} ? OR (r.created_at = ? AND r.id {sign} ?))"
@@ -109,13 +116,22 @@ class FlowQuery:
         return next(iter(replace(self, limit=1)), None)
 
     def count(self) -> int:
-        """How many runs there are, ``limit`` aside."""
-        where, params = self._where()
+        """How many runs there are, ``limit`` aside. Reads each that it counts: live ones quickly, what has ended as long as that takes."""
         store = middleware_of(self._broker).engine(self._broker).store
+        where, params = self._where(self._rare_tags(store))
         row = store.read(lambda tx: tx.one(f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {where}", params))
         return int(row[0]) if row else 0
 
-    def _where(self) -> tuple[str, list[Any]]:
+    def _rare_tags(self, store: Store) -> set[tuple[str, str | None]]:
+        """Those of the tags that only few runs carry."""
+
+        def count(tx: Tx, name: str, value: str | None) -> int:
+            row = tx.one(_CARRIED.replace("%s", _value(value)), (name, *_given(value), FEW + 1))
+            return int(row[0]) if row else 0
+
+        return store.read(lambda tx: {tag for tag in self.tags if count(tx, *tag) <= FEW}) if self.tags else set()
+
+    def _where(self, rare: Collection[tuple[str, str | None]] = ()) -> tuple[str, list[Any]]:
         clauses: list[str] = ["1 = 0" if self._nothing else "1 = 1"]
         params: list[Any] = []
         if self.workflow is not None:
@@ -128,11 +144,9 @@ class FlowQuery:
                 clauses.append(index)
             params.extend(self.status)
         for name, value in self.tags:
-            match = "t.value IS NULL" if value is None else "t.value = ?"
-            clauses.append(f"EXISTS (SELECT 1 FROM {{tags}} t WHERE t.run_id = r.id AND t.name = ? AND {match})")
-            params.append(name)
-            if value is not None:
-                params.append(value)
+            tagged = _TAGGED + _value(value)
+            clauses.append(f"r.id IN ({tagged})" if (name, value) in rare else f"EXISTS ({tagged} AND t.run_id = r.id)")
+            params += [name, *_given(value)]
         if self.before is not None:
             clauses.append("r.created_at < ?")
             params.append(self.before)
@@ -145,6 +159,14 @@ class FlowQuery:
         if self.signalable is not None:
             clauses.append(_SIGNALABLE if self.signalable else _NOT_SIGNALABLE)
         return " AND ".join(clauses), params
+
+
+def _value(value: str | None) -> str:
+    return "t.value IS NULL" if value is None else "t.value = ?"
+
+
+def _given(value: str | None) -> tuple[str, ...]:
+    return () if value is None else (value,)
 
 
 def query(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clock import to_iso
 from .codec import load_error, preview
+from .engine.liveness import Lease, as_plain, lease_behind, seen_sql
 from .errors import ResultNotSerializableError, qualified_name
 from .report_entries import (
     FROM_RESULT,
@@ -28,7 +29,7 @@ from .report_entries import (
 from .views import ActionView, CompensationView, EventView
 
 if TYPE_CHECKING:
-    from .settings import History
+    from .settings import Settings
     from .store.database import Tx
 
 _RUN_COLUMNS = (
@@ -37,10 +38,11 @@ _RUN_COLUMNS = (
     "repair_attempts", "created_at", "started_at", "ended_at", "parent_id", "parent_sequence", "close_request",
 )  # fmt: skip
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
-_STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy")
+_SEEN = seen_sql("worker_id")
+_STEP_EXTRAS = ("options", "comp_actor", "comp_from_result", "repair_attempts", "retry_policy", _SEEN)
 _STEPS = f"SELECT {', '.join((*ActionView.COLUMNS, *_STEP_EXTRAS))} FROM {{action_runs}} WHERE run_id = ? ORDER BY sequence"
 _COMPENSATIONS = (
-    f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts'))} FROM {{compensation_runs}} "
+    f"SELECT {', '.join((*CompensationView.COLUMNS, 'options', 'repair_attempts', _SEEN))} FROM {{compensation_runs}} "
     "WHERE run_id = ? ORDER BY level, sequence DESC"
 )
 _EVENTS = f"SELECT {', '.join(EventView.COLUMNS)} FROM {{flow_events}} WHERE run_id = ? ORDER BY id"
@@ -62,13 +64,17 @@ class NextTry:
 
 @dataclass(frozen=True, slots=True)
 class CompensationReport:
-    """The undoing of a step. ``beside`` names the steps that are undone side by side with it, in one level of the rollback."""
+    """The undoing of a step. ``beside`` names the steps that are undone side by side with it, in one level of the rollback.
+
+    ``lease`` is what stands behind it while it is running under a heartbeat (RECLAIM-5).
+    """
 
     row: CompensationView
     tries_in_all: int | None
     repair_attempts: int
     goes_on: bool = True  # whether its rollback is running
     beside: tuple[int, ...] = ()
+    lease: Lease | None = None
 
     @property
     def next_try(self) -> NextTry | None:
@@ -78,7 +84,10 @@ class CompensationReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step, with what undoes it. ``tries_in_all`` is ``None`` where this process does not know its actor, or it has no end."""
+    """A step, with what undoes it. ``tries_in_all`` is ``None`` where this process does not know its actor, or it has no end.
+
+    ``lease`` is what stands behind it while it is running under a heartbeat (RECLAIM-5).
+    """
 
     row: ActionView
     tries_in_all: int | None
@@ -86,6 +95,7 @@ class StepReport:
     undo: str | None
     compensation: CompensationReport | None
     retry: RetryReport | None = None
+    lease: Lease | None = None
 
     @property
     def did_its_work(self) -> bool:
@@ -195,7 +205,8 @@ def _common(row: ActionView | CompensationView, report: StepReport | Compensatio
         "sequence": row.sequence, "actor": row.actor, "queue": row.queue, "status": row.status, "given_up": bool(row.given_up),
         "attempts": row.attempts, "tries": row.tries, "tries_in_all": report.tries_in_all,
         "next_try": None if upcoming is None else {"number": upcoming.number, "of": upcoming.of, "at": to_iso(upcoming.at)},
-        "worker": row.worker_id, "reclaim_at": to_iso(row.reclaim_stale_at), "repair_attempts": report.repair_attempts,
+        "worker": row.worker_id, **as_plain(report.lease),
+        "reclaim_at": to_iso(row.reclaim_stale_at), "repair_attempts": report.repair_attempts,
         "error": row.error, "created_at": to_iso(row.created_at), "started_at": to_iso(row.started_at), "ended_at": to_iso(row.ended_at),
     }  # fmt: skip
 
@@ -209,7 +220,7 @@ def _next_try(row: ActionView | CompensationView, of: int | None, not_before: in
 
 
 def read_run(
-    tx: Tx, run_id: str, *, history: History, tries_of: Callable[[str, dict[str, Any]], int | None], events: bool = False
+    tx: Tx, run_id: str, *, settings: Settings, tries_of: Callable[[str, dict[str, Any]], int | None], events: bool = False
 ) -> RunReport | None:
     """A run's report from one snapshot; ``None`` where there is no such run.
 
@@ -219,10 +230,13 @@ def read_run(
     if run is None:
         return None
     facts = dict(zip(_RUN_COLUMNS, run, strict=True))
-    limit = history.max_payload_preview_length if history.store_payloads else None
+    limit = settings.history.max_payload_preview_length if settings.history.store_payloads else None
 
     def shown(data: bytes | None) -> str | None:
         return None if data is None or limit is None else readable(data, limit)
+
+    def lease(row: ActionView | CompensationView, seen_at: int | None) -> Lease | None:
+        return lease_behind(settings, row.worker_id, seen_at) if row.status == "running" else None
 
     for name in ("args", "context", "result"):
         facts[name] = shown(None if facts[name] is None else bytes(facts[name]))
@@ -233,11 +247,11 @@ def read_run(
     undone: dict[int, CompensationReport] = {}
     levels: dict[int, list[int]] = {}
     for row in tx.all(_COMPENSATIONS, (run_id,)):
-        *columns, options, repairs = row
+        *columns, options, repairs, seen_at = row
         view = CompensationView(*_plain(columns))
         levels.setdefault(view.level, []).insert(0, view.sequence)
         undone[view.sequence] = CompensationReport(
-            view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running"
+            view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running", lease=lease(view, seen_at)
         )
     for sequence, undo in undone.items():
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
@@ -246,13 +260,15 @@ def read_run(
     steps = []
     parked = read_parked(tx, run_id)
     for row in tx.all(_STEPS, (run_id,)):
-        *columns, options, comp_actor, from_result, repairs, policy = row
+        *columns, options, comp_actor, from_result, repairs, policy, seen_at = row
         step = ActionView(*_plain(columns))
         undo_by = comp_actor or (FROM_RESULT if from_result else None)
         retry = retry_report(policy, step.sequence, step.cycle, parked)
         steps.append(
-            StepReport(step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry)
-        )
+            StepReport(
+                step, tries_of(step.actor, _options(options)), repairs, undo_by, undone.get(step.sequence), retry, lease(step, seen_at)
+            )
+        )  # fmt: skip
     return RunReport(
         **facts, undone_children={entry.sequence: undone[entry.sequence] for entry in entries if entry.sequence in undone},
         tags=dict(tx.all(_TAGS, (run_id,))), steps=steps, payload_limit=limit,

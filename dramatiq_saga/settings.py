@@ -265,7 +265,10 @@ class Settings:
 
     @classmethod
     def recommended(cls, **overrides: Any) -> Settings:
-        """The defaults with both reclaims, dead-worker leases and repair on; ``overrides`` as in :meth:`from_mapping`."""
+        """The defaults with both reclaims, dead-worker leases, repair and the loop in workers on: what is lost or stuck comes right by itself.
+
+        ``overrides`` are as in :meth:`from_mapping`.
+        """
         return cls.from_mapping(overrides, base=_RECOMMENDED)
 
     @classmethod
@@ -274,6 +277,8 @@ class Settings:
 
         A section given as its dataclass replaces that section whole.
         """
+        if not isinstance(values, Mapping):
+            raise SettingsError("settings", f"must be a mapping of keys to values, not {_shown(values)}")
         return _with(base if base is not None else cls(), _flat(values), "")
 
     @classmethod
@@ -281,19 +286,22 @@ class Settings:
         """``base`` (the defaults unless given) with every ``DRAMATIQ_SAGA__…`` variable of ``environ`` on top.
 
         ``true/false``, ``yes/no``, ``on/off`` and ``1/0`` are flags; ``none``, or nothing at all, is ``None`` where that is
-        possible.
+        possible. A variable that begins so and names no key is refused, and so is one that begins with a section's name after a
+        single underscore.
         """
         flat: dict[str, Any] = {}
         for name, text in sorted((os.environ if environ is None else environ).items()):
             if name.startswith(ENV_PREFIX):
-                key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+                key = _key_of(name, ENV_PREFIX)
                 rule = _RULES.get(key)
                 if rule is None:
-                    raise _unknown(key, f" (from the environment: {name})")
+                    raise _unknown(key, variable=name)
                 try:
                     flat[key] = rule.check(rule.parse(text))
                 except ValueError as e:
                     raise SettingsError(key, f"{e} (from the environment: {name})") from None
+            elif name.startswith(_NEARLY):  # an underscore is missing, and nobody would notice
+                raise _unknown(_key_of(name, ENV_PREFIX[:-1]), variable=name)
         return cls.from_mapping(flat, base=base)
 
     def items(self) -> Iterator[tuple[str, Any]]:
@@ -315,7 +323,7 @@ def reference() -> Iterator[SettingKey]:
     """Every key there is, with its default, its environment name and its meaning."""
     defaults = Settings()
     for key, rule in _RULES.items():
-        yield SettingKey(key, _at(defaults, key), ENV_PREFIX + key.upper().replace(".", "__"), rule.meaning)
+        yield SettingKey(key, _at(defaults, key), _variable(key), rule.meaning)
 
 
 # --- checks: each returns the value as it is stored, or raises ValueError with the rest of the sentence --------------
@@ -375,15 +383,19 @@ def _number(text: str) -> int | float:
             raise ValueError(f"must be a number, not {_shown(text)}") from None
 
 
-def _duration(meaning: str, *, zero: bool = False, unit: str = "seconds") -> _Rule:
+def _duration(meaning: str, *, least: int | None = None, unit: str = "seconds") -> _Rule:
     unit_seconds = {"seconds": 1, "days": 86_400}[unit]
-    wanted = f"a number of {unit} {'of at least 0' if zero else 'above 0'}, or a timedelta"
+    wanted = f"a number of {unit} {'above 0' if least is None else f'of at least {least}'}, or a timedelta"
 
     def check(value: Any) -> int | float:
         given = value
         if isinstance(value, timedelta):
             value = value.total_seconds() / unit_seconds
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or (zero and value == 0)):  # nor NaN
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (value > 0 if least is None else value >= least)
+        ):  # nor NaN
             raise ValueError(f"must be {wanted}, not {_shown(given)}")
         if value * unit_seconds > MAX_SECONDS:
             raise ValueError(f"must be {wanted}, of at most {MAX_SECONDS // unit_seconds} {unit}, not {_shown(given)}")
@@ -481,7 +493,8 @@ _RULES: dict[str, _Rule] = {
         "a step that is still `running` this long after its claim may be claimed again; per step: `enable_stale_reclaim`"
     ),
     "actions.reclaim.stale_running.after_seconds": _duration(
-        "how long after its claim, in seconds; set it above the longest time a step may take; per step: `reclaim_stale_after`"
+        "how long after its claim, in seconds; set it above the longest time a step may take; per step: `reclaim_stale_after`",
+        least=1,
     ),
     "actions.retry_on_signal.max_retries": _nullable(
         _count("how often a signal may run a parked step or child again, where it does not say; `None`: no limit", 0)
@@ -491,7 +504,8 @@ _RULES: dict[str, _Rule] = {
         "`enable_compensation_stale_reclaim`"
     ),
     "sagas.reclaim.stale_running.after_seconds": _duration(
-        "how long after its claim, in seconds; per step: `reclaim_compensation_stale_after`"
+        "how long after its claim, in seconds; per step: `reclaim_compensation_stale_after`",
+        least=1,
     ),
     "sagas.default_compensation_failure_policy": _word(
         "what a compensation that failed does to the rest of a rollback: `stop` halts it, `continue` goes on",
@@ -502,7 +516,9 @@ _RULES: dict[str, _Rule] = {
     "reclaim.dead_workers.enabled": _flag(
         "a row that is `running` on a worker process which has not been heard from may be claimed again"
     ),
-    "reclaim.dead_workers.lease_seconds": _duration("how long a worker may be silent before it counts as dead, in seconds"),
+    "reclaim.dead_workers.lease_seconds": _duration(
+        "how long a worker may be silent before it counts as dead, in seconds, at least 1", least=1
+    ),
     "reclaim.max_claims": _count("a row claimed this often without an outcome fails as interrupted; per step: `max_claims`", 1),
     "monitor.expiration.defaults.run": _nullable(
         _duration("deadline of a run that has none of its own, in seconds after its start")
@@ -522,18 +538,20 @@ _RULES: dict[str, _Rule] = {
     "repair.redispatch_lost_actions": _flag("rule R1: send a row again whose message was lost"),
     "repair.wake_stuck_flows": _flag("rule R2: drive a run whose wake nobody has seen"),
     "repair.redispatch_stale_running_actions": _flag("rule R3: send a `running` row again whose reclaim deadline has passed"),
-    "repair.grace_seconds": _duration("how old something must be before it counts as lost, in seconds", zero=True),
+    "repair.grace_seconds": _duration("how old something must be before it counts as lost, in seconds", least=0),
     "repair.batch_size": _count("how many rows of a kind one sweep repairs", 1),
     "repair.max_attempts": _count("how often one row is repaired before it is left to an operator", 1),
     "repair.backoff.base_seconds": _duration("first pause between two repairs of one row, in seconds; doubles"),
     "repair.backoff.max_seconds": _duration("longest pause between two repairs of one row, in seconds"),
-    "loop.enabled": _flag("run the sweeps inside worker processes, so that no cron is needed"),
-    "loop.monitor_seconds": _duration("how often workers monitor, in seconds"),
-    "loop.repair_seconds": _duration("how often workers repair, in seconds; only where `repair.enabled`"),
+    "loop.enabled": _flag("monitor and repair inside worker processes, so that no cron is needed"),
+    "loop.monitor_seconds": _duration(
+        "how often workers, or `schedule`, monitor: one pass per interval, however many they are, in seconds"
+    ),
+    "loop.repair_seconds": _duration("how often workers, or `schedule`, repair, in seconds; only where `repair.enabled`"),
     "locks.run_ttl_seconds": _duration("when a lock on a run that was never released gives way, in seconds"),
     "locks.action_ttl_seconds": _duration("the same for a step"),
     "locks.compensation_ttl_seconds": _duration("the same for a compensation"),
-    "locks.block_seconds": _duration("how long a message waits for a held lock before it is put back, in seconds", zero=True),
+    "locks.block_seconds": _duration("how long a message waits for a held lock before it is put back, in seconds", least=0),
     "locks.prefix": _text("what the keys of locks begin with", _PRINTABLE, "printable ASCII without spaces"),
     "parallel.default_failure_policy": _word(
         "when a parallel block reports a failure: `fail_fast` at the first one, `wait_all_then_fail` once all have settled",
@@ -573,6 +591,10 @@ _RULES: dict[str, _Rule] = {
 }
 
 
+#: How a variable begins that was meant to be one of these; none of another purpose does.
+_NEARLY = tuple({f"{ENV_PREFIX[:-1]}{key.partition('.')[0].upper()}_" for key in _RULES})
+
+
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 
@@ -610,13 +632,24 @@ def _is_section(key: str) -> bool:
     return any(known.startswith(key + ".") for known in _RULES)
 
 
-def _unknown(key: str, origin: str = "") -> SettingsError:
-    known = list(_RULES)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        last = key.rsplit(".", 1)[-1]
-        near = [k for k in known if k.rsplit(".", 1)[-1] == last][:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else "docs/reference/settings.md lists every key"
+def _key_of(variable: str, prefix: str) -> str:
+    return variable.removeprefix(prefix).lower().replace("__", ".")
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def _unknown(key: str, *, variable: str | None = None) -> SettingsError:
+    """The refusal of a key, or of a variable, with the ones that it resembles."""
+    last = key.rsplit(".", 1)[-1]
+    near = [known for known in _RULES if known.endswith(f".{key}")]
+    near = near or difflib.get_close_matches(key, _RULES, n=1, cutoff=0.6)
+    near = (near or [known for known in _RULES if known.rsplit(".", 1)[-1] == last])[:3]
+    hint = "docs/reference/settings.md lists every key"
+    if near:
+        hint = f"did you mean {' or '.join(_variable(name) if variable else name for name in near)}?"
+    origin = f" (from the environment: {variable})" if variable else ""
     return SettingsError(key, f"there is no such setting{origin}; {hint}")
 
 
@@ -667,4 +700,5 @@ _RECOMMENDED = Settings(
     sagas=Sagas(reclaim=StaleReclaim(StaleRunning(enabled=True))),
     reclaim=Reclaim(dead_workers=DeadWorkers(enabled=True)),
     repair=Repair(enabled=True),
+    loop=Loop(enabled=True),
 )

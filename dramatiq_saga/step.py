@@ -43,6 +43,7 @@ from .errors import (
     StepLeftTransactionError,
 )
 from .interrupts import Body, disarm, shielded
+from .overlaps import Overlaps
 from .store.trouble import is_trouble
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
 
     from .engine.core import Engine, Sender
+    from .locks import LockBackend
+    from .overlaps import Lock
     from .store.database import Tx
 
 T = TypeVar("T")
@@ -134,8 +137,8 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "at", "attempt", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind", "lapses", "level",
-        "message", "retries", "retry_asked", "retry_sent", "run_id", "state",
+        "actor", "around", "at", "attempt", "back_in", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind",
+        "lapses", "level", "lock", "message", "retries", "retry_asked", "retry_sent", "run_id", "state", "store_results",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -164,6 +167,8 @@ class Delivery:
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
         self.lapses = 0  # of this process's heartbeat, when the claim was made
+        self.lock: Lock | None = None  # taken, or asked for
+        self.back_in: int | None = None  # put back, due after so many milliseconds: another message has the lock (LOCK-1)
         self.body: Body | None = None
         self.around = Around()
         self.state = "new"  # new -> claimed -> failed | done; skipped: by another middleware; broken: by a fault of ours
@@ -172,6 +177,7 @@ class Delivery:
         self.retries: int = message.options.get("retries", 0)
         self.retry_asked = False
         self.retry_sent = False
+        self.store_results: bool | None = message.options.get("store_results")  # what the sender has asked Dramatiq for
 
     @property
     def is_hint(self) -> bool:
@@ -187,17 +193,20 @@ class Delivery:
 class Runner:
     """Runs what messages ask for: steps and compensations behind their claims, and drives."""
 
-    def __init__(self, engine: Engine, broker: Broker, sender: Sender, *, inline: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, broker: Broker, sender: Sender, *, inline: bool = False, locks: LockBackend | None = None
+    ) -> None:
         self.inline = inline  # an interrupt in this thread is somebody else's, and not to be taken away
         self.engine = engine
         self.broker = broker
         self.sender = sender
         self.restore = restorer(engine.settings)
         self.stopping = threading.Event()
+        self.overlaps = None if locks is None else Overlaps(locks, engine, self.stopping)
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
     def inlined(self, sender: Sender) -> Runner:
-        """A runner of the same kind for a loop in the calling process (SYNC-1)."""
+        """A runner of the same kind for a loop in the calling process (SYNC-1). It takes no locks: it has no queue to put back into."""
         return Runner(self.engine, self.broker, sender, inline=True)
 
     # --- patience ----------------------------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ class Runner:
         shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
 
     def finish(self, delivery: Delivery) -> None:
-        """Do what a stopping worker could not do before: record an outcome, or give a claim back (FENCE-3, CLAIM-4)."""
+        """Do what a stopping worker could not do before: record an outcome, or give back a claim or the message (FENCE-3, CLAIM-4)."""
         shielded(lambda: self._go_on(delivery, None), delivery.interrupts)
 
     def _go_on(self, delivery: Delivery, fn: Callable[..., Any] | None) -> None:
@@ -260,8 +269,10 @@ class Runner:
         if delivery.state in ("done", "failed"):
             return
         if delivery.attempt is None:
-            if delivery.interrupts:
-                self.put_back(delivery)
+            if delivery.interrupts or delivery.back_in is not None:
+                self.put_back(delivery, delivery.back_in or 0)
+                return
+            if self._is_held_elsewhere(delivery):
                 return
             delivery.attempt = ClaimAttempt(
                 self.engine, job, nonce=_marks.next(), time_limit_ms=self._time_limit(delivery), inline=self.inline
@@ -511,7 +522,7 @@ class Runner:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
         job, engine = lost.job, self.engine
         self._disarm()
-        if lost.status is not None:
+        if lost.status is not None and not lost.uncommitted:
             engine.anomalies.claim_lost(
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
@@ -519,7 +530,7 @@ class Runner:
         delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
-            if lost.overdue:  # nothing begins after its deadline; what that means is said at once (EXPIRE-1)
+            if lost.overdue:  # nothing begins after its deadline, or its run's; what that means is said at once (EXPIRE-1)
                 timers.fire(engine, job.run_id, self.sender)
             if lost.undoing:
                 self._go_on_rolling_back(lost)
@@ -560,6 +571,29 @@ class Runner:
         _count_not(delivery)
         delivery.state = "done"
 
+    def _is_held_elsewhere(self, delivery: Delivery) -> bool:
+        """Take the message's lock; put the message back where another one has it (LOCK-1).
+
+        What follows an outcome under a step's lock takes no second one: it could not be put back, and loses its commit where a
+        message drives the run meanwhile (DRIVE-1).
+        """
+        overlaps = self.overlaps
+        if overlaps is None:
+            return False
+        delivery.back_in = 0  # until more is known: a worker that stops here puts it back (``finish``)
+        delivery.back_in = self.persist(lambda: overlaps.enter(delivery))
+        if delivery.back_in is None:
+            return False
+        self.put_back(delivery, delivery.back_in)
+        delivery.message.options["store_results"] = False  # NATIVE-5
+        return True
+
+    def leave(self, delivery: Delivery) -> None:
+        """The delivery is over: give its lock back."""
+        overlaps = self.overlaps
+        if overlaps is not None:
+            shielded(lambda: overlaps.leave(delivery), delivery.interrupts)
+
     def _disarm(self) -> None:
         if not self.inline:
             disarm(self.broker)
@@ -576,8 +610,9 @@ class Runner:
         if self.sender.joins:
             message.settled = True
             return
-        copy = message.copy(options={OPTION: message.options[OPTION]})
-        copy.options.pop("store_results", None)
+        copy = message.copy(options={OPTION: message.options[OPTION], "store_results": delivery.store_results})
+        if delivery.store_results is None:
+            del copy.options["store_results"]
         copy.options.pop("eta", None)
         try:
             self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
@@ -593,6 +628,8 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self.put_back(delivery, 1000)
+            elif self._is_held_elsewhere(delivery):
+                return
             elif delivery.kind == "timer":
                 run_id, message = delivery.run_id, delivery.message
                 self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))

@@ -1,8 +1,9 @@
 """Fixtures of real parts.
 
 A test asks for what it needs: ``database_url`` (run on SQLite, PostgreSQL and MariaDB), ``sqlite_path``, ``postgres_url``,
-``mariadb_url``, ``redis_url``, ``rabbitmq_url``; ``table_prefix`` and ``namespace`` for names of its own; ``effects`` and
-``gates`` to watch and to stop what happens in other processes; ``worker_process`` and ``python_process`` to start them.
+``mariadb_url``, ``redis_url``, ``rabbitmq_url``; ``table_prefix`` and ``namespace`` for names of its own, ``tables_stand`` for tables that
+are there already; ``effects`` and ``gates`` to watch and to stop what happens in other processes; ``worker_process`` and
+``python_process`` to start them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from hypothesis import settings as hypothesis_settings
 
 from tests.support import effects as effect_files
 from tests.support import gates as gate_files
-from tests.support import servers
+from tests.support import locks, servers
 from tests.support.application import Application, Applications, Places
 from tests.support.effects import EffectLog
 from tests.support.field import Field
 from tests.support.gates import Gates
+from tests.support.haste import make_haste
 from tests.support.processes import Process, WorkerProcess
 
 DATABASES = ("sqlite", "postgresql", "mariadb")
 SERVER_FIXTURES = {"postgres_url", "mariadb_url", "redis_url", "rabbitmq_url"}
+
+make_haste()
 
 # No wall clock decides over a test; CI repeats itself exactly.
 hypothesis_settings.register_profile(
@@ -52,9 +56,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def table_prefix() -> str:
-    """A table prefix of this test's own (12 bytes)."""
-    return servers.random_name() + "_"
+def table_prefix(request: pytest.FixtureRequest, places: Places) -> str:
+    """A table prefix that no other test uses meanwhile (12 bytes)."""
+    return places.prefix if _tables_stand(request) else servers.random_name() + "_"
+
+
+@pytest.fixture
+def tables_stand() -> None:
+    """Beside the address of a server: the tables of ``table_prefix`` are there, and empty. Making and dropping them takes longer than
+    most tests; those that change the schema need tables of their own."""
+
+
+def _tables_stand(request: pytest.FixtureRequest) -> bool:
+    return "tables_stand" in request.fixturenames
 
 
 @pytest.fixture
@@ -73,30 +87,39 @@ def sqlite_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=DATABASES)
-def database_url(request: pytest.FixtureRequest, sqlite_path: Path, table_prefix: str) -> Iterator[str]:
+def database_url(request: pytest.FixtureRequest, sqlite_path: Path) -> str:
     """The address of a database, each kind in turn. On servers, use ``table_prefix``: those tables are dropped at the end.
 
     ``@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)`` narrows it.
     """
-    if request.param == "sqlite":
-        yield f"sqlite:///{sqlite_path}"
-        return
-    yield servers.require(request.param)
-    servers.drop_tables(request.param, table_prefix)
+    return f"sqlite:///{sqlite_path}" if request.param == "sqlite" else request.getfixturevalue("_server_url")(request.param)
 
 
 @pytest.fixture
-def postgres_url(table_prefix: str) -> Iterator[str]:
+def postgres_url(_server_url: Callable[[str], str]) -> str:
     """PostgreSQL's address; tables that start with ``table_prefix`` are dropped at the end."""
-    yield servers.require("postgresql")
-    servers.drop_tables("postgresql", table_prefix)
+    return _server_url("postgresql")
 
 
 @pytest.fixture
-def mariadb_url(table_prefix: str) -> Iterator[str]:
+def mariadb_url(_server_url: Callable[[str], str]) -> str:
     """MariaDB's address; tables that start with ``table_prefix`` are dropped at the end."""
-    yield servers.require("mariadb")
-    servers.drop_tables("mariadb", table_prefix)
+    return _server_url("mariadb")
+
+
+@pytest.fixture
+def _server_url(request: pytest.FixtureRequest, table_prefix: str, places: Places) -> Iterator[Callable[[str], str]]:
+    used: list[str] = []
+
+    def url_of(server: str) -> str:
+        if _tables_stand(request):
+            return places.server(server)[0]
+        used.append(server)
+        return servers.require(server)
+
+    yield url_of
+    for server in used:
+        servers.drop_tables(server, table_prefix)
 
 
 @pytest.fixture
@@ -209,6 +232,31 @@ def field(make_field: Callable[..., Field], sqlite_path: Path) -> Field:
     return make_field(f"sqlite:///{sqlite_path}")
 
 
+# --- overlap locks ---------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What is marked ``both_ways`` runs without overlap locks and with them."""
+    if metafunc.definition.get_closest_marker("both_ways") is not None:
+        metafunc.parametrize("_overlap_locks", ["", "redis"], ids=["no locks", "locks"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _overlap_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Locks for everything in the test that can take them, where it is to run with them (``support/locks.py``)."""
+    if request.node.get_closest_marker("claims_alone") is not None:
+        monkeypatch.delenv(locks.VARIABLE, raising=False)
+    elif getattr(request, "param", ""):
+        monkeypatch.setenv(locks.VARIABLE, request.param)
+    if not os.environ.get(locks.VARIABLE):
+        yield
+        return
+    url = servers.claim_redis()
+    monkeypatch.setenv(locks.VARIABLE, url)
+    yield
+    servers.release_redis(url)
+
+
 # --- what is global is put back --------------------------------------------------------------------------------------
 
 
@@ -229,16 +277,16 @@ def _globals_restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     places = Places(tmp_path_factory.mktemp("places"))
     yield places
     places.close()
 
 
 @pytest.fixture
-def applications(_places: Places, _globals_restored: None, tmp_path: Path) -> Iterator[Applications]:
+def applications(places: Places, _globals_restored: None, tmp_path: Path) -> Iterator[Applications]:
     """``applications("sqlite")``: an application of a kind (see ``tests/support/application.py``), closed at the end."""
-    factory = Applications(_places, tmp_path)
+    factory = Applications(places, tmp_path)
     yield factory
     factory.close()
 

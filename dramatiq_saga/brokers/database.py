@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,16 +42,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Shortest lease, in seconds: it is extended four times while it lasts, and stored in milliseconds.
+MIN_RETRY_AFTER = 0.1
+
 #: On database servers an idle consumer doubles its pause up to this many seconds.
 MAX_SERVER_PAUSE = 0.25
 
 
 class DatabaseBroker(StagingBroker):
-    """Keeps Dramatiq's queues in a database: SQLite, PostgreSQL, MariaDB or MySQL.
+    """Keeps Dramatiq's queues in a database: SQLite, PostgreSQL, MariaDB or MySQL. Durations are seconds or ``timedelta``.
 
     Parameters:
       database: A URL, a path to an SQLite file, or a Peewee ``Database``.
-      retry_after: Seconds after which a message whose worker is not heard from is delivered again. A live worker extends
+      retry_after: Seconds, at least 0.1, after which a message whose worker is not heard from is delivered again. A live worker extends
         its reservations, so this need not exceed the longest actor, only the longest time that one piece of C code keeps
         the interpreter to itself, and the longest lock on an SQLite file.
       poll_interval: Seconds between two looks for what other processes have sent. On database servers an idle consumer's
@@ -68,30 +72,31 @@ class DatabaseBroker(StagingBroker):
         self,
         database: str | Path | peewee.Database,
         *,
-        retry_after: float = 60,
-        poll_interval: float = 0.01,
-        extend_every: float | None = None,
+        retry_after: float | timedelta = 60,
+        poll_interval: float | timedelta = 0.01,
+        extend_every: float | timedelta | None = None,
         middleware: list[Middleware] | None = None,
         prefix: str = "saga_",
         clock: Clock | None = None,
     ) -> None:
-        _require_positive("retry_after", retry_after)
-        _require_positive("poll_interval", poll_interval)
-        every = retry_after / 4 if extend_every is None else extend_every
-        _require_positive("extend_every", every)
-        if every * 2 > retry_after:
+        lease = _seconds("retry_after", retry_after, least=MIN_RETRY_AFTER)
+        every = lease / 4 if extend_every is None else _seconds("extend_every", extend_every)
+        if every * 2 > lease:
             raise SettingsError(
-                "extend_every", f"{every} s is too long for retry_after={retry_after} s: a lease must outlive two extensions"
+                "extend_every",
+                f"{every:g} s is too long for retry_after={lease:g} s, because a lease must outlive two extensions: at most half of it, "
+                "or leave it out for a quarter",
             )
+        poll_interval = _seconds("poll_interval", poll_interval)
         super().__init__(middleware=middleware)
         self.queues = set(self.queues)
         self.store: Store = open_store(database, prefix=prefix, clock=clock)
         self._check_database()
-        self.retry_after = retry_after
+        self.retry_after = lease
         self.poll_interval = poll_interval
         self.extend_every = every
         self.polls = self.store.dialect != "sqlite"
-        self._lease_ms = round(retry_after * 1000)
+        self._lease_ms = round(lease * 1000)
         self._hooks = threading.local()  # .proxy: the delivery whose after hooks run in this thread
         self._here = Deliveries(self)
 
@@ -359,6 +364,12 @@ def _is_given_back(message: object) -> bool:
     return type(message) is DatabaseMessageProxy and message.given_back
 
 
-def _require_positive(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise SettingsError(key, f"{value!r} must be a number of seconds greater than zero")
+def _seconds(key: str, value: object, *, least: float = 0) -> float:
+    """A duration as seconds; refused where it cannot work."""
+    given = value
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    wanted = f"of at least {least:g}" if least else "above 0"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0 or value < least:
+        raise SettingsError(key, f"must be a number of seconds {wanted}, or a timedelta, not {given!r}")
+    return value

@@ -21,7 +21,7 @@ from dramatiq.errors import DramatiqError
 from ..codec import printable_block
 from ..errors import SagaError
 from ..operations import Operator
-from . import explain, queues, runs, show, sweeps, verify
+from . import explain, queues, runs, schedule, show, sweeps, verify
 from .answer import Answer
 from .application import open_application
 
@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     _add_common(common, argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, title="commands", dest="command")
-    for module in (sweeps, runs, show, explain, verify, queues):
+    for module in (sweeps, schedule, runs, show, explain, verify, queues):
         module.add_commands(commands, common)
     return parser
 

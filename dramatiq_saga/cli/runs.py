@@ -22,6 +22,7 @@ from .answer import Answer, cell, cut, duration, error_line, moment, table
 _JSON_WORDS: dict[type, str] = {
     list: "an array", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a flag", type(None): "null",
 }  # fmt: skip
+_KICKED = {"step": "step", "compensation": "undo of step", "child": "child", "wait": "wait"}
 _MARKERS = {"none": "", "running": "undoing", "halted": "undoing halted", "done": "undone"}
 
 
@@ -349,13 +350,15 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
             done=False,
         )
     if not report.driven:
-        return Answer(value, [f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"])
+        again = f"; its work is begun anew by a new run: dramatiq-saga send {cell(report.workflow)}"
+        said = f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"
+        return Answer(value, [said + ("" if report.status == "completed" else again)])
     lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
     for row in report.rows:
-        what = f"{'step' if row.kind == 'step' else 'undo of step'} {row.sequence} ({cell(row.actor)}, {row.status})"
+        what = f"{_KICKED[row.kind]} {row.sequence} ({cell(row.actor)}, {row.status})"
         lines.append(f"  {what}: {'sent again' if row.left is None else f'left alone: {row.left}'}")
     if not report.rows:
-        lines.append("  no step of it is open")
+        lines.append("  nothing of it is open")
     return Answer(value, lines)
 
 

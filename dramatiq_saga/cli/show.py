@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..engine.liveness import is_watched
+from ..engine.liveness import name_of
 from ..operations import Operator
 from ..report_entries import EntryReport, RetryReport
 from ..reports import CompensationReport, RunReport, StepReport
@@ -264,7 +264,7 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
     if row.status == "running" and row.given_up:
         return f"{status} since {moment(row.started_at or 0)}, and left behind: its level ended without it; a late report is still recorded"
     if row.status == "running" and row.started_at is not None:
-        return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(row, now)}"
+        return f"{status}: {_try(row.tries + 1, of)} since {moment(row.started_at)} ({duration(now - row.started_at)}), {_reclaim(report, now)}"
     if row.status == "failed":
         return f"{status} for good after {times(row.tries, 'try', 'tries')}{_ended(row)}"
     if row.status == "optional_failed":
@@ -313,14 +313,28 @@ def _ended(row: Any) -> str:
     return f" at {moment(row.ended_at)}{took}"
 
 
-def _reclaim(row: Any, now: int) -> str:
-    if row.reclaim_stale_at is None and is_watched(row.worker_id):
-        return "and may be claimed again once its worker is not heard from for the lease"
-    if row.reclaim_stale_at is None:
+def _reclaim(report: StepReport | CompensationReport, now: int) -> str:
+    """When another worker may claim it: by its own deadline, and by the silence of its worker."""
+    stale_at, lease = report.row.reclaim_stale_at, report.lease
+    moments = []
+    if lease is not None and lease.is_over(now):
+        moments.append(f"{f'since {moment(lease.ends_at)}' if lease.ends_at else 'now'}, because its worker is silent")
+    elif lease is not None:
+        moments.append(f"at {moment(lease.ends_at)} ({relative(lease.ends_at, now)}) unless its worker is heard from")
+    if stale_at is not None:
+        moments.append(f"since {moment(stale_at)}" if stale_at <= now else f"at {moment(stale_at)} ({relative(stale_at, now)})")
+    if not moments:
         return "and nothing will ever reclaim it (reclaim is off for it)"
-    if row.reclaim_stale_at <= now:
-        return f"may be claimed again since {moment(row.reclaim_stale_at)}"
-    return f"may be claimed again at {moment(row.reclaim_stale_at)} ({relative(row.reclaim_stale_at, now)})"
+    return f"may be claimed again {', or '.join(moments)}"
+
+
+def _worker(report: StepReport | CompensationReport, now: int) -> Iterator[str]:
+    """Who is at it, and when that was last heard from."""
+    row = report.row
+    if row.status == "running" and row.worker_id:
+        seen_at = None if report.lease is None else report.lease.seen_at
+        heard = "" if seen_at is None else f", last heard from {moment(seen_at)} ({relative(seen_at, now)})"
+        yield f"worker {cell(name_of(row.worker_id))}, claim {row.attempts}{heard}"
 
 
 def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
@@ -328,8 +342,7 @@ def _details(report: RunReport, step: StepReport, now: int) -> Iterator[str]:
     if row.error is not None and row.status != "completed":
         yield error_line(row.error)
     yield from _retries(step.retry)
-    if row.status == "running" and row.worker_id:
-        yield f"worker {cell(row.worker_id)}, claim {row.attempts}"
+    yield from _worker(step, now)
     result = report.payload(row.stored_result)
     if result is not None and result != "null":
         yield f"result {cut(cell(result), WIDTH)}"
@@ -346,8 +359,7 @@ def _undo(
         yield f"{what}{undo}{_beside(compensation)}: {_standing(compensation, now)}"
         if compensation.row.error is not None and compensation.row.status != "completed":
             yield f"  {error_line(compensation.row.error)}"
-        if compensation.row.status == "running" and compensation.row.worker_id:
-            yield f"  worker {cell(compensation.row.worker_id)}, claim {compensation.row.attempts}"
+        yield from (f"  {line}" for line in _worker(compensation, now))
     elif by is not None and report.ended_at is None:
         yield f"would be undone by {cell(by)}"
     elif by is not None and completed and report.status != "completed":

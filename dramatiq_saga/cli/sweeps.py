@@ -1,4 +1,4 @@
-"""``init``, ``sweep`` and ``prune``: what is done to a whole database.
+"""``init``, ``monitor``, ``repair``, ``sweep`` and ``prune``: what is done to a whole database.
 
 A sweep prints one line of counts and ends with status 0 when it ran, whatever it found.
 A store that refuses ends it with status 1 and a clear line; nothing is lost by that, because the next sweep goes on from there.
@@ -12,6 +12,7 @@ from typing import Any
 
 from ..clock import moment_to_ms
 from ..operations import Operator
+from ..recovery.sweep import as_dict, line
 from .answer import Answer, moment, times
 
 
@@ -24,9 +25,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     init.set_defaults(run=_init)
     sweep = commands.add_parser(
         "sweep", parents=[common], help="monitor, then repair: what cron runs",
-        description="Drive held runs whose window is over, then send again what was lost (if repair is on); prints one line of counts.",
+        description="End what is overdue and drive held runs whose window is over, then send again what was lost (if repair is on); "
+        "prints one line of counts. What another process is doing just now is skipped, and the line says so.",
     )  # fmt: skip
     sweep.set_defaults(run=_sweep)
+    monitor = commands.add_parser(
+        "monitor", parents=[common], help="the first half of a sweep: end what is overdue",
+        description="End what is overdue, and drive held runs whose window is over; prints one line of counts.",
+    )  # fmt: skip
+    monitor.set_defaults(run=_monitor)
+    repair = commands.add_parser(
+        "repair", parents=[common], help="the second half of a sweep: send again what was lost",
+        description="Send again what was lost; prints one line of counts. Refused where repair is off (repair.enabled).",
+    )  # fmt: skip
+    repair.set_defaults(run=_repair)
     prune = commands.add_parser(
         "prune", parents=[common], help="delete runs that ended long ago",
         description="Delete runs that ended longer ago than prune.retention_days (90), with everything that belongs to them. "
@@ -52,6 +64,16 @@ def _init(operator: Operator, options: argparse.Namespace) -> Answer:
 def _sweep(operator: Operator, options: argparse.Namespace) -> Answer:
     report = operator.sweep()
     return Answer(report.as_dict(), [f"sweep: {report.line()}"])
+
+
+def _monitor(operator: Operator, options: argparse.Namespace) -> Answer:
+    report = operator.monitor()
+    return Answer(as_dict(monitor=report), [f"monitor: {line(report)}"])
+
+
+def _repair(operator: Operator, options: argparse.Namespace) -> Answer:
+    report = operator.repair()
+    return Answer(as_dict(repair=report), [line(report)])
 
 
 def _days(text: str) -> float:

@@ -158,13 +158,13 @@ def _first_message(child_id: str, workflow: str, how: dict[str, Any]) -> Outgoin
 
 
 def check_committed(engine: Engine, snapshot: Snapshot, decision: Decision) -> None:
-    """Raise where what a decision wrote of children is gone although its transaction has closed (CLAIM-3).
+    """Read back what a decision wrote of children, and raise where it is gone although its transaction has closed (CLAIM-3).
 
     Raises:
       WriteRefusedError: nothing of the decision was written; the run is driven again.
     """
     more = decision.more
-    if more is None or engine.store.commit_is_proof:
+    if more is None:
         return
     started = [(child.sequence, child.child_id, child.workflow) for child in more.children]
     started += [

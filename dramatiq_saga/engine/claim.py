@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import StoreError
 from ..journal import history
+from ..store.trouble import is_lost_commit
 from . import liveness, notify
 from .wakes import LOCK_RUN
 
@@ -40,7 +42,8 @@ _SET = (
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
     "AND (expires_at IS NULL OR expires_at > ?) "
-    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
+    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back' "
+    "AND (f.expires_at IS NULL OR f.expires_at > ?))"
 )
 _CLAIM_COMPENSATION = (
     f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
@@ -49,7 +52,7 @@ _CLAIM_COMPENSATION = (
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, f.expires_at, a.expires_at, a.block, f.created_at"
 )
 _READ_STEP = f"SELECT {_STEP_COLUMNS} FROM {{action_runs}} a JOIN {{flow_runs}} f ON f.id = a.run_id WHERE a.run_id = ? AND a.sequence = ?"
 # differs because: MySQL and MariaDB have no UPDATE .. RETURNING; there the row is read by a statement of its own
@@ -59,7 +62,7 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
         f"(SELECT f.{column} FROM {{flow_runs}} f WHERE f.id = run_id)"
         for column in ("workflow", "queue", "revision", "wakes", "wakes_seen", "status", "context", "expires_at")
     )
-    + ", expires_at, block"
+    + ", expires_at, block, (SELECT f.created_at FROM {flow_runs} f WHERE f.id = run_id)"
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
@@ -117,7 +120,7 @@ class Undoes:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A row that is ours until ``attempts`` changes. ``revision`` and ``wakes`` are the run's as the claim saw them."""
+    """A row that is ours until ``attempts`` changes. ``known`` is the run as the claim saw it: ``Snapshot.version_read``."""
 
     job: Job
     actor: str
@@ -127,8 +130,7 @@ class Claim:
     cycle: int
     workflow: str
     queue: str
-    revision: int
-    wakes: int
+    known: tuple[int, int, int]
     context: bytes | None
     idempotency_key: str
     undoes: tuple[str, str] | None = None  # outcome, key
@@ -152,7 +154,8 @@ class Lost:
     orphaned: bool
     unseen: bool
     undoing: bool  # a rollback of the run is going on
-    overdue: bool = False  # the step's deadline has passed
+    overdue: bool = False  # the deadline of the step, or of its run, has passed
+    uncommitted: bool = False  # to no rival, but to its own commit
 
 
 class ClaimAttempt:
@@ -172,16 +175,23 @@ class ClaimAttempt:
         self.inline = inline
         self._lease: int | None = None  # when the lease behind a row ends that another worker holds
         self._at = 0
+        self._found: tuple[tuple[Any, ...] | None, bool] = (None, False)  # by the last run of the write, committed or not
         self._told = False
 
     def run(self) -> Claim | Lost:
         """Claim the row. Raises ``StoreError`` when the store refuses: then nothing is claimed and nothing is spent (CLAIM-4)."""
         engine, job = self.engine, self.job
-        row, landed = engine.store.write(self._write)
+        certain = engine.store.commit_is_proof
+        try:
+            row, landed = engine.store.write(self._write)
+        except StoreError as error:
+            if not is_lost_commit(error):
+                raise
+            (row, landed), certain = self._found, False
         if row is None or not (landed or self._is_ours(row)):
             return self._lost(row)
         claim = self._claimed(row)
-        if not engine.store.commit_is_proof:
+        if not certain:
             row = engine.store.read(self._read)
             if row is None or row[9] != self.delivery or row[2] != claim.attempts:
                 engine.anomalies.claim_not_committed(
@@ -221,7 +231,7 @@ class ClaimAttempt:
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id)
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id, now)
             if tx.dialect == "mysql":
                 landed = tx.run(_LEASED[_CLAIM_STEP] if leases else _CLAIM_STEP, params)
             else:
@@ -240,21 +250,23 @@ class ClaimAttempt:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         elif leases and row is not None and row[7] == "running":
             self._lease = liveness.lease_of(tx, engine, step=job.kind == "step", run_id=job.run_id, sequence=job.sequence)
-        return row, bool(landed)
+        self._found = row, bool(landed)
+        return self._found
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job
-        undoes = deadline = None
+        undoes = deadline = block = None
+        created_at = 0
         if job.kind == "step":
-            deadline = min((moment for moment in row[17:19] if moment is not None), default=None)
+            block, created_at = row[19:21]
+            deadline = _deadline(row)
             key = idempotency_key(job.run_id, job.sequence, row[4])
         else:
             key = f"{job.run_id}:{job.sequence}:undo"
             undoes = (row[17], row[18])
         return Claim(
-            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], row[12], row[13],
-            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline,
-            row[19] if job.kind == "step" else None,
+            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], (row[12], row[13], created_at),
+            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline, block,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
@@ -269,7 +281,12 @@ class ClaimAttempt:
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
         rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
-        overdue = job.kind == "step" and row[18] is not None and row[18] <= self._at
+        overdue = False
+        if job.kind == "step":
+            deadline = _deadline(row)
+            overdue = deadline is not None and deadline <= self._at
+            if overdue:
+                retry_at = None  # whatever ends it now, nothing of it begins: the message has nothing left to do
         return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
 
     def _free_at(self, row: tuple[Any, ...], stale_at: int | None) -> int | None:
@@ -286,10 +303,16 @@ class ClaimAttempt:
 
     def _not_committed(self, row: tuple[Any, ...] | None) -> Lost:
         """The claim is gone, and nobody else may hold the row: its message must not be gone with it (CLAIM-4)."""
-        lost = self._lost(row)
-        if lost.status in ("pending", "failed") and lost.retry_at is None:
-            return replace(lost, retry_at=self.engine.now() + RETRY_UNCOMMITTED_MS)
-        return lost
+        lost = replace(self._lost(row), uncommitted=True)
+        again = self.engine.now() + RETRY_UNCOMMITTED_MS
+        if lost.retry_at is not None:
+            return replace(lost, retry_at=max(lost.retry_at, again))
+        return replace(lost, retry_at=again) if lost.status in ("pending", "failed") else lost
+
+
+def _deadline(row: tuple[Any, ...]) -> int | None:
+    """The earlier deadline of a step's row: its own, or its run's."""
+    return min((moment for moment in row[17:19] if moment is not None), default=None)
 
 
 def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:

@@ -147,7 +147,8 @@ class Engine:
 class SnapshotCache:
     """The last snapshots this process has made, so that a long run is not decoded afresh at every step.
 
-    Never trusted: a write that rests on one repeats its revision and wake count, and a stale one loses (DRIVE-1).
+    Never trusted: a write that rests on one repeats its revision and wake count, and a stale one loses (DRIVE-1). One that is stale by
+    the wake count alone saves reading what it holds that is settled (``snapshot.read``).
     """
 
     def __init__(self, size: int = 512) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import StoreError
 from ..journal import history
-from ..store.trouble import is_trouble
-from . import alarms, children, notify, rollback, runs, signals, undoing
+from ..store.trouble import is_lost_commit, is_trouble
+from . import alarms, children, expiry, notify, rollback, runs, signals, undoing
 from . import decision as decisions
-from .replay import HoldRun, MovedOn, Replay, replay
+from .replay import HoldRun, MovedOn, NeedsRecording, Replay, replay
 from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
 from .snapshot import load_for_drive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..store.database import Tx
     from .core import Engine, Outbox, Sender
     from .rows import Outgoing, SentSignal
@@ -46,6 +49,7 @@ class Driven(Enum):
     DECIDED = "decided"
     HELD = "held"
     ROLLING_BACK = "rolling_back"
+    EXPIRED = "expired"
 
 
 def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None = None) -> Driven:
@@ -90,15 +94,19 @@ def drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None =
 
 def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
     """One replay and one try at committing it; ``None`` where the run has moved on."""
-    definition = engine.workflows[snapshot.workflow]
-    context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=_Recorder(engine, snapshot, sender))
+    function = engine.workflows[snapshot.workflow].function
+    overdue = snapshot.is_overdue(engine.now())
+    record = None if overdue else _Recorder(engine, snapshot, sender)
+    context = Replay(snapshot, now=engine.now(), settings=engine.settings, record=record)
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
-        decision = replay(definition.function, context, engine.make_flow)
-        plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
+        decision = _decide(engine, function, context, overdue=overdue)
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
+        if decision is None:
+            return Driven.EXPIRED if expiry.expire(engine, snapshot, sender, delivery) else None
+        plan = rollback.draft(engine, snapshot, decision) if decision.kind == "failed" else None
         now = engine.now()
         family = family_of(engine, snapshot, decision, plan)
         outbox.load(messages(engine, snapshot, decision, plan=plan, family=family, now=now))
@@ -117,17 +125,17 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             outbox.stage(tx)
             return True
 
-        landed = engine.write(operation, outbox)
+        landed = commit(engine, snapshot, decision, outbox, operation=operation)
     except MovedOn:
         return None
     except Exception as fault:  # of the engine, or a history that does not fit: nobody's failure (HISTORY-1)
         if is_trouble(fault):
             raise
         error = fault.error if isinstance(fault, HoldRun) else fault
+        _tell_of_no_plan(engine, snapshot, context, error)
         _calm(sender, delivery)
         return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
     if not landed:
-        engine.cache.drop(snapshot.run_id)
         engine.anomalies.transition_lost(
             run_id=snapshot.run_id,
             workflow=snapshot.workflow,
@@ -136,7 +144,6 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
             actual="moved on",
         )
         return None
-    committed(engine, snapshot, decision, outbox)
     remember(engine, snapshot, decision, context)
     try:
         for alarm in ahead:
@@ -145,6 +152,22 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     finally:
         notify.changes(engine, snapshot.run_id, snapshot.workflow, now, lines)
     return Driven.DECIDED
+
+
+def _decide(engine: Engine, function: Callable[..., Any], context: Replay, *, overdue: bool) -> Decision | None:
+    """What the run's function leads to; ``None`` where its deadline has passed and it would go on: then that is its end (EXPIRE-1).
+
+    What had happened before counts, so a function that can only return or raise now does so. One that was never called is not.
+    """
+    if not overdue:
+        return replay(function, context, engine.make_flow)
+    if context.snapshot.status == "pending":
+        return None
+    try:
+        decision = replay(function, context, engine.make_flow)
+    except NeedsRecording:
+        return None
+    return None if decision.kind == "suspended" else decision
 
 
 def _close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object | None) -> Driven | None:
@@ -158,10 +181,28 @@ def _close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object 
         if is_trouble(fault):
             raise
         error = fault.error if isinstance(fault, HoldRun) else fault
-        engine.anomalies.replan_failed(run_id=snapshot.run_id, workflow=snapshot.workflow, error=error)
+        missing = error.sequence if isinstance(error, rollback.ReplanIncompleteError) else None
+        _no_plan(engine, snapshot, error, missing=missing)
         _calm(sender, delivery)
         return Driven.HELD if runs.hold(engine, snapshot, error, sender, delivery) else None
     return Driven.DECIDED if done else None
+
+
+def _tell_of_no_plan(engine: Engine, snapshot: Snapshot, context: Replay, error: BaseException) -> None:
+    """Journal that a run which is failing has to be held: its rollback is due and cannot be planned (COMP-3).
+
+    It is failing where its function has raised, and where a step or a child that has failed for good is the last thing recorded.
+    """
+    missing = error.sequence if isinstance(error, rollback.ReplanIncompleteError) else context.missed()
+    if missing is not None or context.broke_off or snapshot.is_failing():
+        _no_plan(engine, snapshot, error, missing=missing)
+
+
+def _no_plan(engine: Engine, snapshot: Snapshot, error: BaseException, *, missing: int | None) -> None:
+    if missing is not None:
+        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missing)
+    else:
+        engine.anomalies.replan_failed(run_id=snapshot.run_id, workflow=snapshot.workflow, error=error)
 
 
 def family_of(engine: Engine, snapshot: Snapshot, decision: Decision, plan: rollback.Plan | None) -> children.Family | None:
@@ -179,14 +220,23 @@ def messages(
     return found if family is None else [*found, *family.messages()]
 
 
-def committed(engine: Engine, snapshot: Snapshot, decision: Decision, outbox: Outbox) -> None:
-    """Make sure that a decision that has landed is still there, where that is not certain (CLAIM-3)."""
-    if decision.more is not None:
+def commit(
+    engine: Engine, snapshot: Snapshot, decision: Decision, outbox: Outbox, *, operation: Callable[[Tx], bool]
+) -> bool:  # fmt: skip
+    """Carry out the write of a decision, and make sure of the children that it starts or parks, where COMMIT does not (CLAIM-3)."""
+    try:
+        landed = engine.write(operation, outbox)
+    except StoreError as error:
+        if is_lost_commit(error):
+            children.check_committed(engine, snapshot, decision)
+        raise
+    if landed and not engine.store.commit_is_proof:
         try:
             children.check_committed(engine, snapshot, decision)
         except BaseException:
             outbox.unsure()
             raise
+    return landed
 
 
 def _calm(sender: Sender, delivery: object | None) -> None:

@@ -18,7 +18,7 @@ a step can end is refused or let through here.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..codec import freeze
@@ -59,8 +59,10 @@ _REFUSE = (
     f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
     "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
 )
+# A run that was pruned and started again under its id may stand at the same count: when it was created tells them apart.
+# test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it
 _FRESH = (
-    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? "
+    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? AND f.created_at = ? "
     "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (
@@ -95,7 +97,7 @@ class Outcome:
     attempts: int
     result: bytes | None = None
     error: str | None = None
-    known: tuple[int, int] | None = None  # the run's revision and wake count when it was last seen
+    known: tuple[int, int, int] | None = None  # the run as it was last seen: ``Snapshot.version_read``; None: long ago
     exception: BaseException | None = None  # for those who listen to a rejection
     block: int | None = None  # the parallel block that the step is a member of, where its claim tells
 
@@ -108,7 +110,7 @@ def completed(claim: Claim, result: bytes) -> Outcome:
     """The body returned."""
     return Outcome(
         "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
-        known=(claim.revision, claim.wakes), block=claim.block,
+        known=claim.known, block=claim.block,
     )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def failed(claim: Claim, error: str) -> Outcome:
     """The body ended in a way that no further try can mend."""
     return Outcome(
         "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
-        known=(claim.revision, claim.wakes), block=claim.block,
+        known=claim.known, block=claim.block,
     )  # fmt: skip
 
 
@@ -151,8 +153,8 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
     if standing.landed:
         notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
     else:
-        engine.cache.drop(job.run_id)  # from before the outcomes of the others
-        if not _settle(engine, outcome, sender, delivery):
+        # With the outcomes of the others, of which this one's claim did not know.
+        if not _settle(engine, replace(outcome, known=None), sender, delivery):
             return False
     if standing.closed_early:
         engine.anomalies.batch_finished_early(
@@ -180,7 +182,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     """Outcome and decision in one transaction; false (and nothing written) where that is not possible."""
     job = outcome.job
     snapshot = engine.cache.get(job.run_id)
-    if snapshot is None or (outcome.known is not None and outcome.known != (snapshot.revision, snapshot.wakes)):
+    if snapshot is None or snapshot.version_read != outcome.known:
         snapshot = load(engine, job.run_id)
     if snapshot is None or job.sequence > len(snapshot.entries) or snapshot.close_request is not None:
         return False
@@ -213,6 +215,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         ahead = alarms.for_decision(engine, sender, snapshot, decision, now=now)
     except NeedsRecording:
         return False
+    if decision.kind == "suspended" and after.is_overdue(now):
+        return False  # nothing begins after the run's deadline: the drive ends it (EXPIRE-1)
     lines = [*_lines(outcome, entry.status), *decisions.events(snapshot, decision, plan)]
 
     def operation(tx: Tx) -> bool:
@@ -220,7 +224,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
             family.lock(tx)
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first, then the rest
-        if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes)):
+        if not _write_outcome(tx, outcome, now, fresh=(job.run_id, snapshot.revision, snapshot.wakes, snapshot.created_at)):
             return False
         sent_at = now if outbox.joined else None
         if not decisions.write(
@@ -233,10 +237,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         outbox.stage(tx)
         return True
 
-    if not engine.write(operation, outbox):
-        engine.cache.drop(job.run_id)
+    if not drive.commit(engine, snapshot, decision, outbox, operation=operation):
         return False
-    drive.committed(engine, snapshot, decision, outbox)
     drive.remember(engine, after, decision, context)
     try:
         for alarm in ahead:
@@ -270,7 +272,6 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
             outbox.stage(tx)
         return True, False
 
-    engine.cache.drop(job.run_id)
     landed, already = engine.write(operation, outbox)
     if not landed and not already:
         _rejected(engine, outcome, sender)
@@ -284,7 +285,7 @@ def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: ob
     return True
 
 
-def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int, int] | None = None) -> bool:
+def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int, int, int] | None = None) -> bool:
     """The conditional ``UPDATE`` of the fence, with the freshness of the run's history where a decision rests on it."""
     job = outcome.job
     key = (job.run_id, job.sequence)

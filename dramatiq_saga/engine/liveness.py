@@ -1,4 +1,5 @@
-"""Whether the worker behind a ``running`` row still lives (RECLAIM-5): what the claim, the doctor and a kick ask in their statements.
+"""Whether the worker behind a ``running`` row still lives (RECLAIM-5): what the claim, the doctor and a kick ask in their statements, and
+overlap locks of whoever holds one.
 
 A worker process that keeps a heartbeat (``recovery/heartbeat.py``) claims under an id that begins with :data:`WATCHED`. Only such
 claims are ever judged: those of a process without a heartbeat (``run_sync``, a worker with the setting off) are left to their own
@@ -11,7 +12,10 @@ fence refuses the first one's outcome: a lease saves waiting, it is not what kee
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from ..clock import to_iso
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -25,6 +29,7 @@ _SEEN = (
     "SELECT r.worker_id, w.seen_at FROM {%s} r LEFT JOIN {workers} w ON w.id = r.worker_id "
     "WHERE r.run_id = ? AND r.sequence = ? AND r.status = 'running'"
 )
+_ALIVE = "SELECT 1 FROM {workers} WHERE id = ? AND seen_at > ?"
 _SEEN_STEP = _SEEN % "action_runs"
 _SEEN_COMPENSATION = _SEEN % "compensation_runs"
 
@@ -39,6 +44,11 @@ def dead_sql(column: str) -> str:
     return f"{watched_sql(column)} AND NOT EXISTS (SELECT 1 FROM {{workers}} w WHERE w.id = {column} AND w.seen_at > ?)"
 
 
+def seen_sql(column: str) -> str:
+    """When the worker of a row was last heard from; NULL where its heartbeat row is gone, or never was."""
+    return f"(SELECT w.seen_at FROM {{workers}} w WHERE w.id = {column})"
+
+
 class Heart(Protocol):
     """A process's heartbeat, as the claims of that process know it."""
 
@@ -48,8 +58,11 @@ class Heart(Protocol):
     pid: int
     #: How often it has been silent for so long that others may have taken this process for dead.
     lapses: int
-    #: The moment before which this process takes nobody for dead: after a silence of its own, the others may have been cut off as well.
-    judges_from: int
+
+    @property
+    def judges_from(self) -> int:
+        """The moment before which this process takes nobody for dead: after a silence of its own, the others may have been cut off too."""
+        ...
 
     def is_silent(self) -> bool:
         """Whether it is silent for that long now."""
@@ -83,12 +96,53 @@ def horizon(engine: Engine, now: int) -> int:
     back. test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet
     """
     heart = heart_of(engine)
-    return -1 if heart is not None and now < heart.judges_from else now - lease_ms(engine.settings)
+    blind = heart is not None and (now < heart.judges_from or heart.is_silent())
+    return -1 if blind else now - lease_ms(engine.settings)
 
 
 def is_watched(worker_id: str | None) -> bool:
     """Whether a claim under this id is ever judged by its worker's heartbeat."""
     return worker_id is not None and worker_id.startswith(WATCHED)
+
+
+def name_of(worker_id: str | None) -> str:
+    """A worker as people are told of it: its host, its process and its start."""
+    return worker_id.removeprefix(WATCHED) if worker_id else "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The lease behind a ``running`` row, as an onlooker sees it: another worker may claim the row from ``ends_at`` on.
+
+    ``seen_at``: when its worker was last heard from; ``None`` where its heartbeat row is gone (it has then been silent for a day).
+    """
+
+    seen_at: int | None
+    ends_at: int
+
+    def is_over(self, now: int) -> bool:
+        """Whether its worker counts as dead."""
+        return self.ends_at <= now
+
+
+def lease_behind(settings: Settings, worker_id: str | None, seen_at: int | None) -> Lease | None:
+    """The lease behind a row with this worker and this :func:`seen_sql`; ``None`` where there is none."""
+    if not is_on(settings) or not is_watched(worker_id):
+        return None
+    return Lease(seen_at, 0 if seen_at is None else seen_at + lease_ms(settings))
+
+
+def as_plain(lease: Lease | None) -> dict[str, str | None]:
+    """A lease as plain values for machines, where there is one and where there is none."""
+    seen_at, ends_at = (None, None) if lease is None else (lease.seen_at, lease.ends_at or None)
+    return {"worker_seen_at": to_iso(seen_at), "lease_ends_at": to_iso(ends_at)}
+
+
+def is_dead(tx: Tx, engine: Engine, worker_id: str, *, now: int) -> bool:
+    """Whether that worker process kept a heartbeat and has not been heard from for the lease; false where leases are off."""
+    if not (is_on(engine.settings) and is_watched(worker_id)):
+        return False
+    return tx.one(_ALIVE, (worker_id, horizon(engine, now))) is None
 
 
 def lease_of(tx: Tx, engine: Engine, *, step: bool, run_id: str, sequence: int) -> int | None:

@@ -163,7 +163,7 @@ def compensation_rejected(engine: Engine, outcome: CompensationOutcome) -> None:
     status = "completed" if outcome.kind == "completed" else "failed"
     engine.anomalies.outcome_rejected(
         **facts, outcome=status, claimed_attempts=outcome.attempts,
-        attempts=None if row is None else row.attempts, status=None if row is None else row.status,
+        attempts=None if row is None else row.attempts, status=None if row is None else row.status, error=outcome.exception,
     )  # fmt: skip
     if row is not None and events.has_listeners(events.CompensationOutcomeRejected):
         run = engine.store.read(lambda tx: tx.one(_RUN, (job.run_id,)))

@@ -160,6 +160,7 @@ class Replay:
         self.judged: str | None = None
         self.built: str | None = None  # the compensation whose message is being made
         self.raised: Exception | None = None  # what the function failed with; recorded is only its description
+        self.broke_off = False  # it raised before everything that is recorded had been walked over
 
     # --- asked by flow -----------------------------------------------------------------------------------------------
 
@@ -254,6 +255,12 @@ class Replay:
         """The history does not fit (HISTORY-1)."""
         entry = self.entries[self.cursor]
         return self.fault(HistoryMismatchError(self.snapshot.run_id, self.cursor + 1, entry.describe(), asked))
+
+    def missed(self) -> int | None:
+        """Where the function broke off: the first completed step or child after that which has to be undone."""
+        if not self.broke_off:
+            return None
+        return next((entry.sequence for entry in self.entries[self.cursor :] if _can_be_undone(entry)), None)
 
     def next_sequence(self) -> int:
         """Take the next sequence for something new."""
@@ -551,6 +558,12 @@ class Replay:
             _replaying.context = self
 
 
+def _can_be_undone(entry: Entry) -> bool:
+    if not isinstance(entry, StepEntry | ChildEntry) or entry.status != "completed":
+        return False
+    return entry.comp_actor is not None or entry.comp_from_result
+
+
 def _with(
     entry: StepEntry | ChildEntry, *, status: str, given_up: bool, wait: RetryWait | None, cycle: int | None = None,
     retry: str | None = None,
@@ -632,6 +645,7 @@ def _walk(
         context.past_patches()
         if context.cursor < context.recorded:
             asked = f"nothing more: it raised {type(error).__name__}: {error}"
+            context.broke_off = True
             raise HoldRun(_shortfall(context, asked)) from error
         context.raised = error
         return _decision(context, "failed", error=describe_error(error))

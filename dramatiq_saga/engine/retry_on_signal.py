@@ -262,7 +262,6 @@ def answer_all(engine: Engine, run_id: str, sender: Sender) -> int:
             signals.tell_after_commit(tx, engine, run_id, str(run[0]), answer)
         return status, sent
 
-    engine.cache.drop(run_id)
     status, sent = engine.write(operation, outbox)
     if not sent:
         raise NothingAwaitsRetryError(run_id, status) if status in signals.SIGNALABLE else signals.refusal(run_id, status)

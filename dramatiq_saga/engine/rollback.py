@@ -57,7 +57,7 @@ _RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reas
 
 
 class ReplanIncompleteError(SagaError):
-    """The function ended before it had built the undo of a step that has to be undone; the run is held (COMP-3)."""
+    """The function ended before it had built the undo of a step that has to be undone; nothing is rolled back (COMP-3)."""
 
     def __init__(self, sequence: int, actor: str) -> None:
         super().__init__(sequence, actor)
@@ -138,7 +138,6 @@ def draft(
             else:
                 entry = replace(entry, attempts=row.attempts)  # a cache may not know of its claims
         if entry.status == "completed" and entry.comp_from_result and row.comp_args is None and row.sequence not in resolved:
-            engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=row.sequence)
             raise HoldRun(ReplanIncompleteError(row.sequence, _name(entry)))
         planned = _planned(engine, snapshot.run_id, entry, row, resolved.get(row.sequence), now)
         if planned is not None:

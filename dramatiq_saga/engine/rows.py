@@ -72,6 +72,11 @@ class StepEntry:
         return self.status in ("pending", "running", "awaiting_retry") or (self.status == "failed" and not self.given_up)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its caller sees a failure that nothing can change any more."""
+        return not self.optional and (self.status == "expired" or (self.status == "failed" and self.given_up))
+
+    @property
     def final_failure(self) -> str:
         """What the fence makes of its status where it has failed for good (OPT-1)."""
         return "optional_failed" if self.optional and self.extra.retry is None else "failed"
@@ -194,6 +199,11 @@ class ChildEntry:
     def is_live(self) -> bool:
         return self.status in ("pending", "running", "awaiting_retry")
 
+    @property
+    def has_failed(self) -> bool:
+        """As a step's (CHILD-2)."""
+        return self.status == "cancelled" or (self.status in ("failed", "expired") and not self.optional)
+
 
 Entry = StepEntry | SideEffectEntry | SentSignalEntry | PatchEntry | WaitEntry | BlockEntry | ChildEntry
 
@@ -246,6 +256,28 @@ class Snapshot:
     signals: tuple[ReceivedSignal, ...] = ()
     parent: Parent | None = None
     close_request: str | None = None
+    expires_at: int | None = None
+    created_at: int = 0  # tells it from a run of the same id that was there before, and was pruned (C55)
+
+    @property
+    def version_read(self) -> tuple[int, int, int]:
+        """What a claim has to have seen of the run for this to be still true of it."""
+        return self.revision, self.wakes, self.created_at
+
+    def is_overdue(self, now: int) -> bool:
+        """Whether the run's deadline has passed: nothing of it may begin any more (EXPIRE-1)."""
+        return self.expires_at is not None and self.expires_at <= now
+
+    def is_failing(self) -> bool:
+        """Whether the last thing that the run has asked for, or a member of its block, has failed for good: unless its function catches
+        that, the run fails."""
+        last = self.entries[-1] if self.entries else None
+        if not isinstance(last, StepEntry | ChildEntry):
+            return False
+        if last.extra.block is None:
+            return last.has_failed
+        members = (entry for entry in self.entries if isinstance(entry, StepEntry | ChildEntry))
+        return any(entry.has_failed for entry in members if entry.extra.block == last.extra.block)
 
     def moved(
         self, *, status: str, revision: int, wakes: int, wakes_seen: int, hold_count: int, entries: list[Entry],
@@ -255,6 +287,7 @@ class Snapshot:
         return Snapshot(
             self.run_id, self.workflow, self.version, self.queue, self.priority, self.options, status, self.rollback, revision,
             wakes, wakes_seen, self.args, self.context, hold_count, entries, tags, signals, self.parent, self.close_request,
+            self.expires_at, self.created_at,
         )  # fmt: skip
 
 

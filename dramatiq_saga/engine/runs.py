@@ -371,7 +371,7 @@ def close(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: object |
 def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int | None]:
     """What a replay finds out about compensations that no drive has seen yet; nothing of it is committed (COMP-2, COMP-3).
 
-    And the first sequence that has to be undone and that the replay ended before; journalled as ``replan_incomplete``.
+    And the first sequence that has to be undone and that the replay ended before.
 
     Raises:
       HoldRun: the replay's result must not be used.
@@ -385,10 +385,7 @@ def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int |
         decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
     except NeedsRecording:
         decision = Decision("suspended", resolved=context.resolved)
-    missed = min(unseen - {sequence for sequence, _ in decision.resolved}, default=None)
-    if missed is not None and decision.kind != "completed":
-        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
-    return decision, missed
+    return decision, min(unseen - {sequence for sequence, _ in decision.resolved}, default=None)
 
 
 def needs_replay(snapshot: Snapshot) -> bool:
@@ -421,6 +418,7 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     if decision is not None and decision.kind == "completed":
         raise ConcurrentTransitionError(snapshot.run_id, "rolling_back", "about to complete")
     if missed is not None:
+        engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
         raise ConcurrentTransitionError(
             snapshot.run_id,
             "rolling_back",

@@ -103,7 +103,6 @@ def send(engine: Engine, signal: Signal, sender: Sender) -> None:
         tell_after_commit(tx, engine, signal.run_id, str(run[0]), answer)
         return answer
 
-    engine.cache.drop(signal.run_id)
     answer = engine.write(operation, outbox)
     if answer.other is not None and signal.key is not None:
         raise SignalKeyConflictError(signal.run_id, signal.key, answer.other, signal.name)
@@ -262,7 +261,6 @@ class FromRun:
 
     def delivered(self) -> None:
         """The transaction has committed. A message that does not leave is the doctor's (R2): the target's wake is stored."""
-        self.engine.cache.drop(self.signal.run_id)
         if self._staged:
             try:
                 self._outbox.delivered()

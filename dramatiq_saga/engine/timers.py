@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..clock import to_iso
 from ..codec import describe_error
 from ..errors import MessageNotSentError, StepExpiredError
 from ..journal import history
 from ..store.trouble import is_trouble
-from . import alarms, drive, notify, runs, signals
+from . import alarms, drive, expiry, notify, runs, signals
 from .replay import HoldRun
 from .snapshot import load
 from .wakes import WAKE
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from ..store.database import Tx
     from .core import Engine, Sender
-    from .rows import Snapshot
 
 _RUN = (
     "SELECT workflow, queue, priority, expires_at, expiry_after, timer_at, wakes > wakes_seen, "
@@ -65,7 +63,7 @@ _SET_ALARM = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND ended_at IS N
 _TAKE_UP = "UPDATE {flow_runs} SET timer_at = timer_last, timer_last = NULL WHERE id = ? AND timer_last = ?"
 _LATER = "SELECT timer_last FROM {flow_runs} WHERE id = ?"
 _CLEAR = "UPDATE {flow_runs} SET timer_at = NULL WHERE id = ? AND timer_at = ?"
-_EXPIRY = "SELECT workflow, queue, priority, expires_at, expiry_attempts FROM {flow_runs} WHERE id = ?"
+_EXPIRY = "SELECT workflow, expiry_attempts FROM {flow_runs} WHERE id = ?"
 _EXPIRY_FAILED = (
     "UPDATE {flow_runs} SET expiry_attempts = expiry_attempts + 1, expiry_after = ? "
     "WHERE id = ? AND expiry_attempts = ? AND ended_at IS NULL AND status <> 'rolling_back'"
@@ -147,13 +145,13 @@ def fire(
         if found.overdue:
             if (ended or found.in_time) and not driven and engine.drives(found.workflow, found.queue):
                 driven = True
-                drive.drive(engine, run_id, sender, delivery)  # what had happened before its deadline counts
+                _drive(engine, run_id, sender, delivery, fired)  # what had happened before its deadline counts
                 continue
             if _expire_run(engine, run_id, sender, delivery, fired):
                 continue
         break
     if delivery is not None and found.unseen and not driven and engine.drives(found.workflow, found.queue):
-        drive.drive(engine, run_id, sender, delivery)  # an earlier delivery has fired, and was lost before its drive
+        _drive(engine, run_id, sender, delivery, fired)  # an earlier delivery has fired, and was lost before its drive
     if sender.rings:
         set_alarm(engine, run_id, sender, at=at)
     elif (
@@ -201,17 +199,21 @@ def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None,
             tx.after_commit(lambda: notify.changes(engine, run_id, found.workflow, now, lines))
         return waits, steps
 
-    engine.cache.drop(run_id)
     waits, steps = engine.write(operation, outbox)
     fired.waits += waits
     fired.steps += steps
     if not waits and not steps:
         return False
     if here:
-        drive.drive(engine, run_id, sender, delivery)
+        _drive(engine, run_id, sender, delivery, fired)
     else:
         outbox.delivered()
     return here
+
+
+def _drive(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired) -> None:
+    if drive.drive(engine, run_id, sender, delivery) is drive.Driven.EXPIRED:
+        fired.runs += 1
 
 
 def _end_wait(tx: Tx, run_id: str, wait: _Wait, now: int, lines: list[history.Line]) -> bool:
@@ -243,24 +245,16 @@ def _end_step(tx: Tx, run_id: str, step: _Step, now: int, lines: list[history.Li
 def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired) -> bool:
     """Undo an overdue run, to end as ``expired``; true where it has to be looked at again.
 
-    The plan is made as for an operator's rollback. Where it needs a replay that ends in anything but a suspension or a recorded failure,
-    the run is left as found and held off (COMP-3, EXPIRE-2).
+    Where its rollback cannot be planned, the run is left as found and held off (COMP-3, EXPIRE-2).
     """
     try:
         snapshot = load(engine, run_id)
         if snapshot is None or snapshot.status not in signals.SIGNALABLE:
             return True
-        facts = engine.store.read(lambda tx: tx.one(_EXPIRY, (run_id,)))
-        assert facts is not None
         if snapshot.workflow not in engine.workflows and runs.needs_replay(snapshot):
             fired.left += 1
             return False
-        decision = _rehearsed(engine, snapshot)
-        reason = f"its deadline ({to_iso(facts[3])}) has passed"
-        if not runs.undo(engine, snapshot, decision, sender=sender, ends_as="expired", delivery=delivery, reason=reason):
-            engine.anomalies.transition_lost(
-                run_id=run_id, workflow=snapshot.workflow, observed=snapshot.status, intended="expired", actual="moved on"
-            )
+        if not expiry.expire(engine, snapshot, sender, delivery):
             return True
     except Exception as fault:
         if is_trouble(fault):
@@ -271,28 +265,13 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
     return True
 
 
-def _rehearsed(engine: Engine, snapshot: Snapshot) -> Any:
-    if not runs.needs_replay(snapshot):
-        return None
-    decision, missed = runs.rehearse(engine, snapshot)
-    if decision is not None and decision.kind == "completed":
-        raise ExpiryRefusedError("the workflow function would complete now: the next drive decides that")
-    if missed is not None:
-        raise ExpiryRefusedError(f"its replay ended before step {missed}, which has to be undone")
-    return decision
-
-
-class ExpiryRefusedError(Exception):
-    """An overdue run whose rollback cannot be planned now; what the anomaly journal is told (EXPIRE-2)."""
-
-
 def _expiry_failed(engine: Engine, run_id: str, error: BaseException, fired: Fired) -> None:
     """Hold an overdue run off, for a window that doubles with every failure, without an end; nothing else of it is changed."""
     backoff = engine.settings.monitor.expiration.backoff
     row = engine.store.read(lambda tx: tx.one(_EXPIRY, (run_id,)))
     if row is None:
         return
-    attempts: int = row[4]
+    attempts: int = row[1]
     window = min(backoff.base_seconds * 2 ** min(attempts, 30), backoff.max_seconds)
     after = engine.now() + int(window * 1000)
     # Who else may be here: another sweep that has failed at the same. One of them counts.

@@ -62,10 +62,25 @@ _LEAVE = (
     "AND given_up = FALSE AND attempts = ? AND reclaim_stale_at IS NULL"
 )
 _STATE = "SELECT status, attempts, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = ?"
-_ROWS = (
-    "SELECT sequence, level, actor, queue, priority, options, status, given_up, policy, attempts, tries, error, not_before, sent_at, "
-    "reclaim_stale_at, worker_id FROM {compensation_runs} WHERE run_id = ? ORDER BY level, sequence DESC"
+_COLUMNS = (
+    "r.sequence, r.level, r.actor, r.queue, r.priority, r.options, r.status, r.given_up, r.policy, r.attempts, r.tries, r.error, "
+    "r.not_before, r.sent_at, r.reclaim_stale_at, r.worker_id"
 )
+_ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
+_AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
+# The level that is open, whether an earlier one has stopped the rollback, and those rows of it that wait for a worker (NULLs where none
+# does). Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
+# test_an_undo_reads_the_same_however_long_its_rollback_is, test_where_a_rollback_stands_is_what_all_of_its_rows_say
+_OPEN = (
+    f"SELECT l.level, l.stopped, {_COLUMNS} FROM ("
+    "SELECT o.level, EXISTS (SELECT 1 FROM {compensation_runs} s WHERE s.run_id = ? AND s.level < o.level AND s.given_up = TRUE "
+    "AND s.policy = 'stop' AND s.sequence <> ?) AS stopped FROM {compensation_runs} o WHERE o.run_id = ? AND o.ended_at IS NULL "
+    "AND o.given_up = FALSE AND o.sequence <> ? ORDER BY o.level LIMIT 1) l "
+    "LEFT JOIN {compensation_runs} r ON r.run_id = ? AND r.level = l.level AND r.ended_at IS NULL AND r.given_up = FALSE "
+    "AND r.status = 'pending' AND r.sequence <> ?%s ORDER BY r.sequence DESC"
+)
+_OPEN_ALL, _OPEN_UNSENT = _OPEN.replace("%s", ""), _OPEN.replace("%s", " AND r.sent_at IS NULL")
+_POLICY = "SELECT policy FROM {compensation_runs} WHERE run_id = ? AND sequence = ? AND level < ?"
 _RUN_STATE = (
     "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?"
 )
@@ -309,8 +324,9 @@ def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delive
     row when it comes. Rows that a reclaim will come back for, and rows between two tries, keep their level open.
     test_a_callback_that_meets_a_running_undo_ends_its_level
     """
-    for row in engine.store.read(lambda tx: _rows(tx, run_id)):
-        if row.level == level and row.left_alone(engine):
+    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level))):
+        row = _Row(*found)
+        if row.left_alone(engine):
             job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
             settle(engine, unfinished(job, row.actor, row.attempts), sender, None)
     advance(engine, run_id, sender, delivery)
@@ -332,13 +348,35 @@ def stands(
     unsent_only: bool = False,
     settled: Outcome | None = None,
 ) -> Next:
-    """Where the rollback stands now, or will once ``settled`` is recorded; nothing is to be done where none is running."""
+    """Where the rollback stands now, or will once ``settled`` is recorded; nothing is to be done where none is running.
+
+    While it goes on, only the level that is open is looked at; all rows are read once, when it ends.
+    """
     if run is None or run[1] != "running":
         return Next()
-    rows = _rows(tx, run_id)
-    if settled is not None:
-        rows = [row.settled(settled) if row.sequence == settled.job.sequence else row for row in rows]
-    return _survey(run_id, run, rows, now, unsent_only=unsent_only)
+    besides = -1 if settled is None else settled.job.sequence
+    found = tx.all(_OPEN_UNSENT if unsent_only else _OPEN_ALL, (run_id, besides) * 3)
+    if not found or found[0][1] or (settled is not None and _stops(tx, settled, before=found[0][0])):
+        rows = _rows(tx, run_id)
+        if settled is not None:
+            rows = [row.settled(settled) if row.sequence == settled.job.sequence else row for row in rows]
+        return _survey(run_id, run, rows, now, unsent_only=unsent_only)
+    return _level(run_id, run, [_Row(*row[2:]) for row in found if row[2] is not None], now)
+
+
+def _stops(tx: Tx, outcome: Outcome, *, before: int) -> bool:
+    """Whether ``outcome`` gives up an undo of a level before that one under ``stop``: the rollback ends with it (COMP-4)."""
+    if outcome.kind == "completed":
+        return False
+    return tx.one(_POLICY, (outcome.job.run_id, outcome.job.sequence, before)) == ("stop",)
+
+
+def _level(run_id: str, run: tuple[Any, ...], waiting: Sequence[_Row], now: int) -> Next:
+    """The level that is open, and those of its rows that are to be sent."""
+    if not waiting:
+        return Next()
+    messages = [row.message(run_id, now) for row in waiting]
+    return Next(side_by_side(messages, waiting[0].level, workflow=run[3], queue=run[5], priority=run[6], now=now))
 
 
 def _survey(run_id: str, run: tuple[Any, ...], rows: Sequence[_Row], now: int, *, unsent_only: bool = False) -> Next:
@@ -360,8 +398,7 @@ def _survey(run_id: str, run: tuple[Any, ...], rows: Sequence[_Row], now: int, *
         open_rows = [row for row in members if row.status != "completed" and not row.given_up]
         if open_rows:
             waiting = [row for row in open_rows if row.status == "pending" and not (unsent_only and row.sent_at is not None)]
-            messages = [row.message(run_id, now) for row in waiting]
-            return Next(side_by_side(messages, level, workflow=run[3], queue=run[5], priority=run[6], now=now), undone=undone)
+            return _level(run_id, run, waiting, now)
         if any(row.policy == "stop" for row in given_up):
             return Next([], True, True, _failure(failures), undone)
     return Next([], True, False, _failure(failures), undone)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..clock import to_iso
 from ..codec import load_error
+from ..engine import liveness
 from ..engine.retry_on_signal import Stored
 from .sweep import LONG_RUNNING_MS
 
@@ -36,7 +37,7 @@ _RUN_COLUMNS = (
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _ROW = (
     "sequence, actor, queue, status, attempts, tries, worker_id, next_try_at, reclaim_stale_at, repair_attempts, repair_after, created_at, "
-    "started_at, error, "
+    f"started_at, error, {liveness.seen_sql('worker_id')}, "
 )
 _STEPS = (
     f"SELECT {_ROW}expires_at, cycle, retry_policy FROM {{action_runs}} "
@@ -119,6 +120,7 @@ class Reason:
     """One thing that a run waits for.
 
     ``kind`` is a word for machines. ``lost`` says that its message does not exist any more, ``stuck`` that no dial will act on it.
+    ``lease`` is what keeps others from a running row for as long as its worker is heard from (RECLAIM-5).
     """
 
     kind: str
@@ -127,6 +129,7 @@ class Reason:
     sequence: int | None = None
     name: str | None = None
     worker: str | None = None
+    lease: liveness.Lease | None = None
     error: dict[str, Any] | None = None
     child_id: str | None = None
     messages: tuple[Post, ...] = ()
@@ -145,7 +148,8 @@ class Reason:
         error = self.error and {"type": self.error.get("type"), "message": self.error.get("message")}
         return {
             "kind": self.kind, "text": self.text, "at": to_iso(self.at), "sequence": self.sequence, "name": self.name,
-            "worker": self.worker, "child_id": self.child_id, "error": error, "stuck": self.stuck, "lost": self.lost,
+            "worker": self.worker, **liveness.as_plain(self.lease), "child_id": self.child_id, "error": error, "stuck": self.stuck,
+            "lost": self.lost,
             "messages": [
                 {"kind": one.kind, "sequence": one.sequence, "state": one.state, "queue": one.queue, "at": to_iso(one.at), "id": one.number}
                 for one in self.messages
@@ -263,7 +267,7 @@ class _Asking:
             )  # fmt: skip
             return
         level, open_here = levels[0]
-        told = [row for row in self._all(_UNDOS) if row[16] == level]
+        told = [row for row in self._all(_UNDOS) if row[17] == level]
         for row in told:
             *common, not_before, sent_at, _, policy = row
             then = "goes on" if policy == "continue" else "halts"
@@ -437,7 +441,7 @@ class _Asking:
 
     def _row(self, what: str, row: Sequence[Any], *, since: int, not_before: int | None) -> Reason:
         (sequence, actor, queue, status, attempts, tries, worker, next_try_at, reclaim_at, repairs, repair_after, _, started_at,
-         error) = row  # fmt: skip
+         error, seen_at) = row  # fmt: skip
         posts = self.posts.of("compensation" if what == "undo" else "step", sequence)
         lost = self._lost(posts)
         unknown = ""
@@ -445,7 +449,8 @@ class _Asking:
             unknown = f", and the application declares no actor {actor}"
         known: dict[str, Any] = {"sequence": sequence, "name": actor, "error": _error(error), "messages": posts}
         if status == "running":
-            return self._running(what, queue, known, worker, attempts, tries, started_at, reclaim_at, repairs, repair_after)
+            known |= {"worker": worker, "lease": liveness.lease_behind(self.settings, worker, seen_at)}
+            return self._running(what, queue, known, attempts, tries, started_at, reclaim_at, repairs, repair_after)
         if status == "failed":
             retry = Act("native retry", f"try {tries + 1}, as its actor's retries say, at", next_try_at, on=not lost)
             doctor = self._doctor("R1", next_try_at or since, repairs, repair_after)
@@ -465,33 +470,56 @@ class _Asking:
         )  # fmt: skip
 
     def _running(
-        self, what: str, queue: str, known: dict[str, Any], worker: str | None, attempts: int, tries: int, started_at: int,
-        reclaim_at: int | None, repairs: int, repair_after: int | None,
+        self, what: str, queue: str, known: dict[str, Any], attempts: int, tries: int, started_at: int, reclaim_at: int | None,
+        repairs: int, repair_after: int | None,
     ) -> Reason:  # fmt: skip
-        held = f"running on worker {worker or 'unknown'} (claim {attempts}, try {tries + 1})"
+        lease: liveness.Lease | None = known["lease"]
+        held = f"running on worker {liveness.name_of(known['worker'])} (claim {attempts}, try {tries + 1})"
+        if lease is None and reclaim_at is None:
+            return self._never_reclaimed(what, held, known, started_at)
+        posts: tuple[Post, ...] = known["messages"]
+        lost = self._lost(posts)
+        takes = "another worker may take it, when its message is delivered,"
+        acts, free = [], [] if reclaim_at is None else [reclaim_at]  # free: from when on it is free, whatever its worker does
+        stands = f"reclaim deadline {'passed' if reclaim_at is not None and reclaim_at <= self.now else 'ahead'}"
+        if lease is not None and lease.is_over(self.now):
+            stands = "whose lease is over"
+            free.append(lease.ends_at)
+            when = "since" if lease.ends_at else "now"
+            acts.append(Act("lease", f"its worker is silent: {takes} {when}", lease.ends_at or None, on=not lost))
+        elif lease is not None:
+            stands = "whose lease holds"
+            acts += [
+                Act("worker", "it records the outcome when the body returns; last heard from", lease.seen_at),
+                Act("lease", f"unless its worker is heard from before that, {takes} from", lease.ends_at, on=not lost),
+            ]
+        if reclaim_at is not None:
+            acts.append(Act("reclaim", f"{takes} from", reclaim_at, on=not lost))
+        passed = any(moment <= self.now for moment in free)
+        since, unless = min(free, default=0), ""
+        if lease is not None and (not free or lease.ends_at < since):
+            since, unless = lease.ends_at, "its worker is heard from"
+        acts.append(self._doctor("R3", since, repairs, repair_after, unless=unless))
+        return Reason(
+            f"{what}_running", f"{held}, {stands}, since", started_at, lost=passed and lost, acts=tuple(acts),
+            advice=self._deliver(posts, queue, lost=lost) if passed else (), **known,
+        )  # fmt: skip
+
+    def _never_reclaimed(self, what: str, held: str, known: dict[str, Any], started_at: int) -> Reason:
+        """A row that nothing takes from its worker (RECLAIM-4)."""
         cancel = (
             f"if its worker is gone, find out what it did, then: dramatiq-saga cancel {self.id} --compensate, or --keep"
             if what == "step"
             else "if its worker is gone, find out what it did: nothing runs it again, and a rollback cannot be cancelled"
         )
-        if reclaim_at is None:
-            long = self.now - started_at >= LONG_RUNNING_MS
-            act = Act("reclaim", "it is off for this row: nothing will ever take it from its worker (RECLAIM-4)", on=False)
-            report = Act("worker", "its worker records the outcome when the body returns")
-            return Reason(
-                f"{what}_running", f"{held}, without a reclaim deadline, since", started_at, worker=worker,
-                acts=(act,) if long else (report, act), advice=(cancel,) if long else (), **known,
-            )  # fmt: skip
-        doctor = self._doctor("R3", reclaim_at, repairs, repair_after)
-        posts: tuple[Post, ...] = known["messages"]
-        reclaim = Act(
-            "reclaim", "another worker may take it, when its message is delivered, from", reclaim_at, on=not self._lost(posts)
-        )
-        passed = reclaim_at <= self.now
+        long = self.now - started_at >= LONG_RUNNING_MS
+        act = Act("reclaim", "it is off for this row: nothing will ever take it from its worker (RECLAIM-4)", on=False)
+        report = Act("worker", "its worker records the outcome when the body returns")
+        unleased = Act("lease", "it was claimed under a heartbeat, and leases are off (reclaim.dead_workers.enabled)", on=False)
+        off = (unleased, act) if liveness.is_watched(known["worker"]) else (act,)
         return Reason(
-            f"{what}_running", f"{held}, reclaim deadline {'passed' if passed else 'ahead'}, since", started_at, worker=worker,
-            lost=passed and self._lost(posts), acts=(reclaim, doctor),
-            advice=self._deliver(posts, queue, lost=self._lost(posts)) if passed else (), **known,
+            f"{what}_running", f"{held}, without a reclaim deadline, since", started_at, acts=off if long else (report, *off),
+            advice=(cancel,) if long else (), **known,
         )  # fmt: skip
 
     # --- what acts next ----------------------------------------------------------------------------------------------
@@ -527,7 +555,7 @@ class _Asking:
             return Act("deadline", f"{what} has passed: a worker, or the next sweep (monitor), ends it; due since", at)
         return Act("deadline", f"{what}: a worker, or the first sweep (monitor) after it, ends it at", at)
 
-    def _doctor(self, rule: str, since: int, repairs: int, repair_after: int | None) -> Act:
+    def _doctor(self, rule: str, since: int, repairs: int, repair_after: int | None, *, unless: str = "") -> Act:
         repair = self.settings.repair
         if repairs >= repair.max_attempts:
             return Act(
@@ -540,7 +568,7 @@ class _Asking:
         spent = f" ({repairs} of {repair.max_attempts} repairs spent)" if repairs else ""
         at = max(since + grace, repair_after or 0)
         when = "in the next sweep; due since" if at <= self.now else "in the first sweep after"
-        return Act(rule, f"the doctor sends its message again{spent}, {when}", at)
+        return Act(rule, f"{unless and f'unless {unless}, '}the doctor sends its message again{spent}, {when}", at)
 
 
 _LOST = ", and no message for it exists"

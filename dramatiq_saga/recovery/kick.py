@@ -8,13 +8,15 @@ report says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..clock import to_iso
 from ..engine import liveness, notify
 from ..engine.rows import Outgoing
-from ..errors import FlowNotFoundError
+from ..errors import FlowNotFoundError, StoreError
 from ..journal import history
+from ..store.trouble import is_lost_commit
 from .rows import COMPENSATION, LEVEL_RUNS, STEP, WANTED, Row, read, select
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _CHILDREN = (
     "SELECT c.sequence, c.workflow, c.status, f.id, f.queue, f.priority, f.wakes > f.wakes_seen, f.status, f.hold_until "
     "FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id WHERE c.run_id = ? AND c.ended_at IS NULL ORDER BY c.sequence"
 )
+_WAITS = "SELECT sequence, kind, name, due_at FROM {waits} WHERE run_id = ? AND status = 'waiting' AND kind <> 'retry' ORDER BY sequence"
 _REFILL = "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
 _REFILL_STEPS = _REFILL % "action_runs"
 _REFILL_COMPENSATIONS = _REFILL % "compensation_runs"
@@ -49,7 +52,10 @@ _READ_BACK = "SELECT status, revision, wakes, repair_attempts FROM {flow_runs} W
 
 @dataclass(frozen=True, slots=True)
 class KickedRow:
-    """A step, compensation or child of a kicked run; ``left`` says why it was sent no message, ``None`` where it was."""
+    """What a kicked run is parked on: a ``step``, ``compensation``, ``child`` or ``wait`` (for a signal, or a ``timer``).
+
+    ``left`` says why it was sent no message, ``None`` where it was.
+    """
 
     kind: str
     sequence: int
@@ -97,7 +103,7 @@ def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
         found = engine.store.read(lambda tx: _look(tx, run_id))
         if found is None:
             raise FlowNotFoundError(run_id)
-        run, rows, children = found
+        run, rows, children, waits = found
         workflow, _, _, status, rollback, _, _ = run
         if status not in ("pending", "running", "waiting") and rollback != "running":
             return KickReport(run_id, workflow, status, rollback, driven=False)
@@ -110,6 +116,7 @@ def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
             rows=(
                 *(KickedRow(row.kind, row.sequence, row.actor, row.status, left) for row, left in parked),
                 *(KickedRow("child", child.sequence, child.workflow, child.status, left) for child, left in waited_for),
+                *(KickedRow("wait", wait.sequence, wait.name or wait.kind, "waiting", _left_wait(wait, now)) for wait in waits),
             ),
         )  # fmt: skip
         sent_to = [child for child, left in waited_for if left is None]
@@ -132,12 +139,30 @@ class _Child(NamedTuple):
     hold_until: int | None
 
 
-def _look(tx: Tx, run_id: str) -> tuple[tuple[Any, ...], list[Row], list[_Child]] | None:
+class _Wait(NamedTuple):
+    """A signal or a moment that a run waits for."""
+
+    sequence: int
+    kind: str
+    name: str | None
+    due_at: int | None
+
+
+def _look(tx: Tx, run_id: str) -> tuple[tuple[Any, ...], list[Row], list[_Child], list[_Wait]] | None:
     run = tx.one(_RUN.replace("{for_update}", ""), (run_id,))
     if run is None:
         return None
     rows = [row for kind in (STEP, COMPENSATION) for row in read(tx, kind, sql=_ROWS[kind], params=(run_id,))]
-    return run, rows, [_Child(*row) for row in tx.all(_CHILDREN, (run_id,))]
+    children = [_Child(*row) for row in tx.all(_CHILDREN, (run_id,))]
+    return run, rows, children, [_Wait(*row) for row in tx.all(_WAITS, (run_id,))]
+
+
+def _left_wait(wait: _Wait, now: int) -> str:
+    """Nothing is sent for a wait; what ends it."""
+    if wait.due_at is not None and wait.due_at <= now:
+        return f"it has been due since {to_iso(wait.due_at)}: its alarm, or a sweep, ends it"
+    until = "" if wait.due_at is None else f" {'at' if wait.kind == 'timer' else 'or, at the latest, at'} {to_iso(wait.due_at)}"
+    return f"it ends{until}" if wait.kind == "timer" else f"it ends with that signal{until}"
 
 
 def _left_child(child: _Child) -> str | None:
@@ -193,7 +218,7 @@ def _kick(
 
     A row may have moved on alone, claimed by a message that was not lost: ours then loses its claim and changes nothing.
     """
-    workflow, queue, priority, status, rollback, revision, wakes = run
+    workflow, queue, priority, _, rollback, revision, wakes = run
     run_id, now = report.run_id, engine.now()
     outbox = sender.outbox(None)
     drives = [Outgoing("drive", child.run_id, child.workflow, child.queue, priority=child.priority) for child in children]
@@ -223,10 +248,16 @@ def _kick(
         return True
 
     engine.cache.drop(run_id)
-    if not engine.store.write(operation):
-        return None
+    lost = replace(report, driven=False, rows=(), committed=False)
+    try:
+        if not engine.store.write(operation):
+            return None
+    except StoreError as error:
+        if not is_lost_commit(error):
+            raise
+        return None if _is_there(engine, report, revision=revision, wakes=wakes) else lost
     if not engine.store.commit_is_proof and not _is_there(engine, report, revision=revision, wakes=wakes):
-        return KickReport(run_id, workflow, status, rollback, driven=False, committed=False)
+        return lost
     outbox.delivered()
     if not joined:
         tell()
@@ -234,7 +265,7 @@ def _kick(
 
 
 def _is_there(engine: Engine, report: KickReport, *, revision: int, wakes: int) -> bool:
-    """Whether the refill is still there after its transaction has closed (CLAIM-3)."""
+    """Whether the refill, or something that has happened to the run since, is there after its transaction has closed (CLAIM-3)."""
     row = engine.store.read(lambda tx: tx.one(_READ_BACK, (report.run_id,)))
     if row is not None and (row[1], row[2]) != (revision, wakes):
         return True

@@ -42,7 +42,11 @@ _TAKE = (
 
 @dataclass(slots=True)
 class MonitorReport:
-    """What one pass of the monitor did. ``expiry_failed``: overdue runs whose rollback could not be planned (EXPIRE-2)."""
+    """What one pass of the monitor did.
+
+    ``expiry_failed``: overdue runs whose rollback could not be planned (EXPIRE-2). ``late_ms``: for how long what it ended had been due,
+    at most; milliseconds.
+    """
 
     timed_out: int = 0
     expired_steps: int = 0
@@ -54,6 +58,7 @@ class MonitorReport:
     skipped: int = 0
     unsent: int = 0
     errors: int = 0
+    late_ms: int = 0
 
     @property
     def driven(self) -> int:
@@ -113,6 +118,8 @@ def _fire(engine: Engine, sender: Sender, report: MonitorReport, due: timers.Due
     report.expired_steps += fired.steps
     report.expired_runs += fired.runs
     report.expiry_failed += fired.failed
+    if fired.waits or fired.steps or fired.runs:
+        report.late_ms = max(report.late_ms, engine.now() - due.due)
     if fired.left:  # its rollback has to be planned where its workflow is known
         outbox = sender.outbox(None)
         outbox.load([Outgoing("timer", due.run_id, due.workflow, due.queue, priority=due.priority, at=due.due)])

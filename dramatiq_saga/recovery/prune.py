@@ -48,6 +48,11 @@ class PruneReport:
     dry_run: bool = False
 
 
+def horizon(store: Store, days: float) -> int:
+    """The moment that lies so many days back, each of exactly 24 hours, whatever clocks do meanwhile (C53)."""
+    return store.clock.now() - round(days * 86_400_000)
+
+
 def prune(store: Store, *, before: int, dry_run: bool = False, limit: int | None = None) -> PruneReport:
     """Delete runs that ended at ``before`` (milliseconds) or earlier, the oldest first; with ``dry_run`` only count them.
 

@@ -1,8 +1,9 @@
 """Which runs need a human: what ``stuck`` lists (RECLAIM-4, COMP-4, HISTORY-1, DOCTOR-1, EXPIRE-2).
 
 These are halted rollbacks, overdue runs whose rollback cannot be planned, held runs, rows that have spent their repairs, rows that are
-running and that nothing will ever reclaim, and runs of workflows that the application does not declare. It only reads, in a transaction of
-the caller's, from indexes of live rows and of unhappy runs, at most ``limit`` rows of each kind.
+running and that nothing will ever reclaim, rows that are free to be taken over and that no message has come for, with the doctor off, and
+runs of workflows that the application does not declare. It only reads, in a transaction of the caller's, from indexes of live rows and of
+unhappy runs, at most ``limit`` rows of each kind.
 """
 
 from __future__ import annotations
@@ -13,20 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..clock import to_iso
 from ..codec import load_error
+from ..engine import liveness
 from ..errors import in_one_line
-from ..store.models import LIVE, UNHAPPY_FLOW
+from ..store.models import LIVE
 from .doctor import list_spent
 from .rows import COMPENSATION, STEP, TABLES, WANTED
-from .sweep import LONG_RUNNING_MS, NEVER_RECLAIMED
+from .sweep import LONG_RUNNING, LONG_RUNNING_MS, never_reclaimed_sql
 
 if TYPE_CHECKING:
     from ..settings import Settings
     from ..store.database import Tx
 
-_HALTED = (
-    f"SELECT id, ended_at, rollback_error FROM {{flow_runs}} WHERE {UNHAPPY_FLOW} AND rollback = 'halted' "
-    "ORDER BY created_at, id LIMIT ?"
-)
+_HALTED = "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?"
 _UNPLANNABLE = (
     f"SELECT id, expires_at, expiry_attempts, hold_error FROM {{flow_runs}} WHERE expires_at IS NOT NULL AND {LIVE} "
     "AND expires_at <= ? AND expiry_attempts > 0 AND status <> 'rolling_back' ORDER BY expires_at LIMIT ?"
@@ -35,11 +34,7 @@ _HELD = (
     f"SELECT id, woken_at, hold_count, hold_error FROM {{flow_runs}} WHERE hold_until IS NOT NULL AND {LIVE} "
     "AND status <> 'rolling_back' ORDER BY hold_until LIMIT ?"
 )
-_NEVER = {
-    kind: f"SELECT r.run_id, r.started_at, r.sequence, r.actor, r.worker_id FROM {{{TABLES[kind]}}} r "
-    f"WHERE {NEVER_RECLAIMED} AND {WANTED[kind]} ORDER BY r.started_at LIMIT ?"
-    for kind in (STEP, COMPENSATION)
-}
+_RUNNING = "SELECT r.run_id, r.started_at, r.sequence, r.actor, r.worker_id FROM {%s} r WHERE %s ORDER BY r.started_at LIMIT ?"
 _UNDECLARED = f"SELECT id, created_at, workflow FROM {{flow_runs}} WHERE {LIVE}%s ORDER BY created_at, id LIMIT ?"
 _FACTS = "SELECT workflow, status, rollback FROM {flow_runs} WHERE id = ?"
 
@@ -108,19 +103,14 @@ def _find(
     for rule, run_id, at, sequence, actor, repairs in list_spent(tx, settings, now=now, limit=limit):
         what = f"step {sequence} {actor}" if sequence is not None else "its drive"
         yield run_id, "repairs_spent", at, f"{what}: {repairs} repairs of {rule} are spent", "kick"
-    for kind, sql in _NEVER.items():
+    for kind in (STEP, COMPENSATION):
+        sql = _RUNNING % (TABLES[kind], never_reclaimed_sql(settings, kind))
         for run_id, at, sequence, actor, worker in tx.all(sql, (now - LONG_RUNNING_MS, limit)):
-            what = "step" if kind == STEP else "undo of step"
-            reason = (
-                f"{what} {sequence} {actor} is running on {worker or 'an unknown worker'}, and nothing will ever reclaim it"
-            )
-            yield (
-                run_id,
-                "never_reclaimed",
-                at,
-                reason,
-                "find out what it did, then cancel" if kind == STEP else "find out what it did",
-            )
+            reason = f"{_at_work(kind, sequence, actor, worker)}, and nothing will ever reclaim it"
+            advice = "find out what it did, then cancel" if kind == STEP else "find out what it did"
+            yield run_id, "never_reclaimed", at, reason, advice
+    if not (settings.repair.enabled and settings.repair.redispatch_stale_running_actions):
+        yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
     if declared is not None:
         names = sorted(declared)
         sql = _UNDECLARED % (" AND workflow <> ?" * len(names))
@@ -132,6 +122,27 @@ def _find(
                 f"workflow {workflow} is not declared by the application",
                 "deploy its module, or cancel",
             )
+
+
+def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Iterator[tuple[str, str, int, str, str]]:
+    """Rows that have been free for an hour, by their reclaim deadline or their worker's silence: no message has come for them, and
+    with R3 off none will be sent."""
+    free, params = "r.reclaim_stale_at <= ?", [horizon, horizon]
+    if liveness.is_on(settings):
+        free += f" OR ({liveness.dead_sql('r.worker_id')})"
+        params.append(horizon - liveness.lease_ms(settings))
+    for kind in (STEP, COMPENSATION):
+        sql = _RUNNING % (TABLES[kind], f"{LONG_RUNNING} AND ({free}) AND {WANTED[kind]}")
+        for run_id, at, sequence, actor, worker in tx.all(sql, (*params, limit)):
+            reason = (
+                f"{_at_work(kind, sequence, actor, worker)}; free to be taken over for an hour, and no worker has come for it"
+            )
+            yield run_id, "not_taken_over", at, reason, "see that workers run, then kick"
+
+
+def _at_work(kind: str, sequence: int, actor: str, worker: str | None) -> str:
+    what = "step" if kind == STEP else "undo of step"
+    return f"{what} {sequence} {actor} is running on {liveness.name_of(worker)}"
 
 
 def _because(text: str | None) -> str:

@@ -8,14 +8,13 @@ loop but the second: the sweep finds the same rows. It survives whatever goes wr
 
 from __future__ import annotations
 
-import random
-import threading
 from typing import TYPE_CHECKING
 
 import structlog
 
 from ..engine import timers
 from ..errors import MessageNotSentError
+from .background import Background
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -30,53 +29,26 @@ LONGEST_PAUSE = 10.0
 AGAIN_AFTER_MS = 15_000
 
 
-class TimerLoop:
-    """One process's loop. :meth:`start` and :meth:`stop` may be called for every worker in it: it runs while there is one."""
+class TimerLoop(Background):
+    """One process's loop."""
 
     def __init__(self, engine: Engine, sender: Sender, *, interval: float = INTERVAL) -> None:
-        self._engine = engine
+        super().__init__(engine, thread_name="saga-timers")
         self._sender = sender
         self._interval = interval
-        self._workers = 0
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
-        self._spread = random.Random()
 
-    def start(self) -> None:
-        """Begin to loop, for one worker more."""
-        with self._lock:
-            self._workers += 1
-            if self._thread is None:
-                self._stopping = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name="saga-timers", daemon=True)
-                self._thread.start()
+    def act(self) -> float:
+        """Look once."""
+        look(self._engine, self._sender)
+        return self._pause(0)
 
-    def stop(self) -> None:
-        """One worker less; with the last one the loop ends, and is waited for."""
-        with self._lock:
-            self._workers = max(0, self._workers - 1)
-            if self._workers or self._thread is None:
-                return
-            thread, self._thread = self._thread, None
-            self._stopping.set()
-        thread.join(timeout=10)
+    def failed(self, error: Exception, failures: int) -> float:
+        """Look again, ever later."""
+        self._log.warning("timers_not_looked_at", error=f"{type(error).__name__}: {error}")
+        return self._pause(failures)
 
-    def _run(self, stopping: threading.Event) -> None:
-        failures = 0
-        try:
-            while not stopping.is_set():
-                try:
-                    look(self._engine, self._sender)
-                    failures = 0
-                except Exception as error:
-                    failures += 1
-                    self._log.warning("timers_not_looked_at", error=f"{type(error).__name__}: {error}")
-                pause = min(self._interval * 2 ** min(failures, 10), LONGEST_PAUSE)
-                stopping.wait(pause * self._spread.uniform(0.8, 1.2))
-        finally:
-            self._engine.store.close_thread()
+    def _pause(self, failures: int) -> float:
+        return min(self._interval * 2.0 ** min(failures, 10), LONGEST_PAUSE) * self._spread.uniform(0.8, 1.2)
 
 
 def look(engine: Engine, sender: Sender) -> int:

@@ -28,7 +28,7 @@ from .joining import Joining
 from .models import TABLES, Models
 from .peewee_internals import abandon_transaction, gives_memoryviews, has_driver, keeps_connections_per_thread, leave_to_parent
 from .servers import Servers
-from .sql import SQLITE, Statements, dialect_of
+from .sql import MYSQL, SQLITE, Statements, dialect_of
 from .tickets import Ticket, run_callbacks
 from .transactions import Quirks, Tx
 from .writer import Writer
@@ -54,7 +54,7 @@ class Store:
         self.dialect = dialect_of(database)
         self.prefix = prefix
         self.models: Models = models.build(database, prefix)
-        self.commit_is_proof = self.dialect == SQLITE
+        self.commit_is_proof = self.dialect != MYSQL
         self.auto_create = self.dialect == SQLITE if auto_create is None else auto_create
         self._texts = Statements(self.dialect, prefix, tables=TABLES)
         self._local = threading.local()

@@ -3,12 +3,14 @@
 A call made while the calling thread has a transaction of the store's own ``Database`` open runs right there, in a savepoint:
 it commits or vanishes with its host. Invariant: a callback runs after the host's outermost commit, and only if neither the
 transaction nor any savepoint around the write was rolled back. Peewee forgets its callbacks when a transaction rolls back,
-but not when a savepoint does, so this module listens for savepoints from the first callback on.
+but not when a savepoint does, so this module listens for savepoints from the first callback on. Nor does Peewee notice that
+PostgreSQL has answered COMMIT with a rollback, since a statement of the host's had failed: there, the server is asked.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import threading
 import weakref
@@ -20,10 +22,12 @@ from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError
 from .peewee_internals import is_in_transaction, is_manual
-from .sql import SQLITE, Statements
+from .sql import POSTGRESQL, SQLITE, Statements
 from .sqlite_errors import RETRYABLE, sqlite_code
 from .tickets import run_callbacks
 from .transactions import Quirks, ServerTx, SQLiteTx, Tx
+
+logger = logging.getLogger("dramatiq_saga")
 
 T = TypeVar("T")
 
@@ -72,9 +76,11 @@ class Joining:
             registered: list[Callable[[], None]] | None = tx.callbacks
         finally:
             tx.callbacks = collected
-        keep = self._after_host_commit if outer is None else outer.after_commit
-        for callback in registered or []:
-            keep(callback)
+        if registered and outer is None:
+            self._after_host_commit(registered)
+        elif outer is not None:
+            for callback in registered or []:
+                outer.after_commit(callback)
         return value
 
     def _host_tx(self) -> SQLiteTx | ServerTx:
@@ -100,16 +106,31 @@ class Joining:
 
     # --- callbacks ---------------------------------------------------------------------------------------------------
 
-    def _after_host_commit(self, callback: Callable[[], None]) -> None:
+    def _after_host_commit(self, callbacks: list[Callable[[], None]]) -> None:
         if not self._listening:
             self._database.query_hooks.append(self._heard)
             self._listening = True
         log = self._log()
         if not _any_waits(log):
             log.clear()  # what an earlier transaction left behind
-        waiting = _Waiting(callback)
+        waiting = _Waiting(callbacks, self._proof())
         log.append(weakref.ref(waiting))
         self._database.after_commit(waiting.fire)  # the only strong reference: a rollback drops it
+
+    def _proof(self) -> Callable[[], bool] | None:
+        """Tells, once the host's transaction has closed, whether it has committed; ``None`` where a COMMIT that returned has."""
+        if self._dialect != POSTGRESQL:
+            return None
+        ((number,),) = self._database.execute_sql("SELECT txid_current()").fetchall()
+
+        def has_committed() -> bool:
+            try:
+                ((status,),) = self._database.execute_sql("SELECT txid_status(%s)", (number,)).fetchall()
+            except peewee.PeeweeException:
+                return True  # COMMIT did return; a message about a run that is not there finds nothing to do
+            return bool(status == "committed")
+
+        return has_committed
 
     def _heard(self, event: Any) -> None:
         """After each statement of a host on this Database: follow the savepoints that are opened around callbacks."""
@@ -132,7 +153,7 @@ class Joining:
             for entry in log[position + 1 :]:
                 waiting = entry() if isinstance(entry, weakref.ref) else None
                 if waiting is not None:
-                    waiting.callback = None
+                    waiting.callbacks = []
             del log[position + 1 :]
         elif position >= 0:
             log[position:] = [entry for entry in log[position:] if isinstance(entry, weakref.ref)]
@@ -150,14 +171,22 @@ def _any_waits(log: list[Any]) -> bool:
 
 
 class _Waiting:
-    """A callback that waits for the commit of a host transaction."""
+    """Callbacks of one write that wait for the commit of a host transaction."""
 
-    __slots__ = ("__weakref__", "callback")
+    __slots__ = ("__weakref__", "_proof", "callbacks")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.callback: Callable[[], None] | None = callback
+    def __init__(self, callbacks: list[Callable[[], None]], proof: Callable[[], bool] | None) -> None:
+        self.callbacks = callbacks
+        self._proof = proof
 
     def fire(self) -> None:
-        callback, self.callback = self.callback, None
-        if callback is not None:
-            run_callbacks([callback])
+        callbacks, self.callbacks = self.callbacks, []
+        if not callbacks:
+            return
+        if self._proof is not None and not self._proof():
+            # test_a_host_whose_commit_was_a_rollback_has_nothing_sent
+            logger.error(
+                "a host's transaction was rolled back by COMMIT, for a statement in it had failed: what was started in it is gone"
+            )
+            return
+        run_callbacks(callbacks)

@@ -76,6 +76,7 @@ class Models:
     tags: type[Model]
     flow_events: type[Model]
     workers: type[Model]
+    passes: type[Model]
     messages: type[Model]
     rate_limits: type[Model]
     results: type[Model]
@@ -261,6 +262,7 @@ def build(database: Database, prefix: str) -> Models:
             index("flow_unseen", "woken_at", where=f"wakes > wakes_seen AND {LIVE}", leading="ended_at"),
             index("flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {LIVE}", leading="ended_at"),
             index("flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
+            index("flow_halted", "created_at", "id", where="rollback = 'halted'", leading="rollback"),
             index("flow_children", "parent_id", where="parent_id IS NOT NULL"),
             index("flow_ended", "ended_at", where="ended_at IS NOT NULL"),
         ],
@@ -379,7 +381,11 @@ def build(database: Database, prefix: str) -> Models:
             ("ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)"),
             "attempts >= 0 AND tries >= 0 AND claims >= 0",
         ],
-        indexes=[index("comp_live", "created_at", where=LIVE, leading="ended_at")],
+        indexes=[
+            index("comp_live", "created_at", where=LIVE, leading="ended_at"),
+            index("comp_open", "run_id", "level", "sent_at", where=LIVE, leading="ended_at"),
+            index("comp_stopped", "run_id", "level", where="given_up = TRUE AND policy = 'stop'", leading="given_up"),
+        ],
     )
 
     blocks = table(
@@ -417,7 +423,7 @@ def build(database: Database, prefix: str) -> Models:
         checks=[one_of("status", "waiting", "consumed", "timed_out", "cancelled"), "(status = 'waiting') = (ended_at IS NULL)"],
         indexes=[
             index("wait_due", "due_at", where="status = 'waiting'", leading="status"),
-            index("wait_name", "name", where="status = 'waiting'", leading="status"),
+            index("wait_name", "name", "run_id", where="status = 'waiting'", leading="status"),
         ],
     )
 
@@ -516,6 +522,15 @@ def build(database: Database, prefix: str) -> Models:
 
     workers = table("workers", id=ident(64, primary_key=True), host=ident(), pid=integer(), started_at=ms(), seen_at=ms())
 
+    passes = table(
+        "passes",
+        name=ident(16, primary_key=True),  # monitor, repair, prune
+        number=integer(),  # passes ever begun: the token
+        holder=ident(),  # whose the last one was: for people
+        began_at=ms(),
+        ended_at=ms(null=True),
+    )
+
     messages = table(
         "messages",
         # A row's id is never used again: a second acknowledgement of one message cannot meet another message's row.
@@ -575,6 +590,7 @@ def build(database: Database, prefix: str) -> Models:
         tags,
         flow_events,
         workers,
+        passes,
         messages,
         rate_limits,
         results,

@@ -13,8 +13,22 @@ import peewee
 from .sql import POSTGRESQL
 
 
-class SilentRollback(Exception):
-    """PostgreSQL answered COMMIT with a rollback."""
+class LostTransaction(Exception):
+    """COMMIT would not have committed what the operation wrote, though no statement of it had failed (CLAIM-3)."""
+
+
+class SilentRollback(LostTransaction):
+    """PostgreSQL had aborted the transaction: COMMIT would have rolled back, and called that a success."""
+
+    def __str__(self) -> str:
+        return "a statement had failed and its error was swallowed, so the server rolled everything back"
+
+
+class ReplacedTransaction(LostTransaction):
+    """The transaction had been ended before COMMIT: whether as a commit or as a rollback, nobody here knows."""
+
+    def __str__(self) -> str:
+        return "the transaction had been ended before COMMIT, by something else than the engine"
 
 
 class Fate(Enum):
@@ -52,7 +66,7 @@ _MYSQL_OWN_STATES = ("21", "22", "23", "42")
 
 def fate_of(error: BaseException, dialect: str) -> Fate:
     """What ``error`` says."""
-    if isinstance(error, SilentRollback):
+    if isinstance(error, LostTransaction):
         return Fate.REFUSED
     if type(error).__name__ == "MaxConnectionsExceeded":  # of playhouse.pool, which is not imported for this
         return Fate.AGAIN
@@ -61,7 +75,7 @@ def fate_of(error: BaseException, dialect: str) -> Fate:
         return Fate.OTHER
     surroundings = isinstance(error, peewee.OperationalError | peewee.InternalError | peewee.InterfaceError)
     if dialect == POSTGRESQL:
-        state = _sqlstate(original)
+        state = sqlstate(error)
         if state is None:  # the driver's own: there was nobody to give a state
             return Fate.LOST if surroundings and not isinstance(error, peewee.InternalError) else Fate.OTHER
         if state in _PG_AGAIN:
@@ -74,7 +88,7 @@ def fate_of(error: BaseException, dialect: str) -> Fate:
         return Fate.AGAIN
     if number in _MYSQL_LOST or isinstance(error, peewee.InterfaceError):
         return Fate.LOST
-    own = number in _MYSQL_OWN or (_sqlstate(original) or "").startswith(_MYSQL_OWN_STATES)
+    own = number in _MYSQL_OWN or (sqlstate(error) or "").startswith(_MYSQL_OWN_STATES)
     return Fate.REFUSED if surroundings and not own else Fate.OTHER
 
 
@@ -82,10 +96,9 @@ def answers_commit(error: BaseException, dialect: str) -> bool:
     """Whether ``error``, raised by COMMIT, is the server's word that it has rolled back."""
     if isinstance(error, SilentRollback):
         return True
-    original = getattr(error, "orig", None)
     if dialect == POSTGRESQL:
-        return (_sqlstate(original) or "").startswith(_PG_ANSWERS_COMMIT)
-    return _number(original) == _MYSQL_DEADLOCK  # a cluster's word that another node was faster
+        return (sqlstate(error) or "").startswith(_PG_ANSWERS_COMMIT)
+    return _number(getattr(error, "orig", None)) == _MYSQL_DEADLOCK  # a cluster's word that another node was faster
 
 
 def _number(original: object) -> object:
@@ -93,5 +106,7 @@ def _number(original: object) -> object:
     return getattr(original, "errno", None) or (arguments[0] if arguments else None)
 
 
-def _sqlstate(original: object) -> str | None:
+def sqlstate(error: BaseException) -> str | None:
+    """The five characters that the server gave with an error of Peewee's; ``None`` where there are none."""
+    original = getattr(error, "orig", None)
     return getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)

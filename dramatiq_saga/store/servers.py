@@ -5,8 +5,9 @@ cannot land inside a driver, and a transaction that a step opens on the same ``D
 engine's (C59). At most :data:`MAX_THREADS` threads exist per process and store, so at most as many connections.
 
 Invariants: an operation is run again only when it is certain that its last run has not committed, which on a server is so
-until COMMIT has been sent. A connection found dead is replaced once before giving up. COMMIT of a transaction that the
-server had aborted is reported as a refusal, never as a success.
+until COMMIT has been sent. A connection found dead is replaced once before giving up. A COMMIT that is reported as a success
+has committed the very transaction that the operation ran in, whatever a host's hooks did to it: on PostgreSQL a cursor that
+lives as long as the transaction proves that, in the round trips that BEGIN and COMMIT take anyway (CLAIM-3).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError, WriteUnknownError
 from .peewee_internals import commit_callbacks, destroy, driver_errors, is_in_transaction, is_pooled, keep_inherited
-from .server_errors import Fate, SilentRollback, answers_commit, fate_of
+from .server_errors import Fate, ReplacedTransaction, SilentRollback, answers_commit, fate_of, sqlstate
 from .sql import MYSQL, POSTGRESQL, Statements
 from .tickets import Ticket
 from .transactions import Quirks, ServerTx
@@ -39,6 +40,13 @@ MAX_THREADS = 8
 #: Attempts at one operation that meets deadlocks or serialisation failures, and for how long new ones are started, seconds.
 MAX_ATTEMPTS = 8
 RETRY_WINDOW = 10.0
+
+# The cursor belongs to the transaction and ends with it, so closing it fails where COMMIT would not commit what was written:
+# in a transaction that a failed statement has aborted, and in another one than the one begun here. It reads nothing.
+_PG_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_PG_WRITE = "BEGIN ISOLATION LEVEL READ COMMITTED; DECLARE saga_transaction CURSOR FOR SELECT 1"
+_PG_COMMIT = "CLOSE saga_transaction; COMMIT"
+_PG_ABORTED, _PG_NO_SUCH_CURSOR = "25P02", "34000"
 
 
 class Servers:
@@ -172,7 +180,7 @@ class _ServerThread(Thread):
                 phase, ticket.executed = "body", True
                 value, callbacks = self._execute(ticket)
                 phase = "commit"
-                self._commit()
+                self._commit(ticket)
             except BaseException as exc:
                 error = exc
             else:
@@ -210,7 +218,7 @@ class _ServerThread(Thread):
         execute = self._cursor.execute
         with driver_errors:
             if self._postgresql:
-                execute("BEGIN ISOLATION LEVEL " + ("REPEATABLE READ READ ONLY" if ticket.read else "READ COMMITTED"))
+                execute(_PG_READ if ticket.read else _PG_WRITE)
             elif ticket.read:
                 execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 execute("START TRANSACTION READ ONLY")
@@ -231,19 +239,25 @@ class _ServerThread(Thread):
             registered.clear()
         return value, tx.callbacks
 
-    def _commit(self) -> None:
+    def _commit(self, ticket: Ticket[Any]) -> None:
         cursor = self._cursor
-        if self._postgresql:
-            with driver_errors:
-                cursor.execute("COMMIT")
-            # COMMIT of an aborted transaction succeeds, as a ROLLBACK; only its tag tells.
-            # test_swallowed_error_is_refused_at_commit
-            if cursor.statusmessage != "COMMIT":
-                raise SilentRollback("a statement had failed and its error was swallowed, so the server rolled everything back")
+        if self._postgresql and not ticket.read:
+            try:
+                with driver_errors:
+                    cursor.execute(_PG_COMMIT)
+            except peewee.DatabaseError as error:
+                # Who else may have been here: code of the host around the driver. test_swallowed_error_is_refused_at_commit,
+                # test_a_transaction_that_a_hook_has_replaced_is_unknown
+                state = sqlstate(error)
+                if state == _PG_ABORTED:
+                    raise SilentRollback from error
+                if state == _PG_NO_SUCH_CURSOR:
+                    raise ReplacedTransaction from error
+                raise
         else:
-            if is_in_transaction(self._database) is False:
+            if not self._postgresql and is_in_transaction(self._database) is False:
                 # The server ended it behind our back (a swallowed deadlock, DDL), and what followed was committed singly.
-                raise peewee.OperationalError("the transaction had ended before COMMIT")
+                raise ReplacedTransaction
             with driver_errors:
                 cursor.execute("COMMIT")
         self._database.pop_transaction()

@@ -58,7 +58,7 @@ def unusable(error: BaseException, path: str, *, phase: str = "connect", execute
     code = sqlite_code(error)
     parent = Path(path).resolve().parent
     match code & 0xFF if code is not None else None:
-        case 14 if not parent.is_dir():
+        case 14 if _is_missing(parent):
             hint = f"the directory {parent} does not exist: create it"
         case 3 | 14 | 23:
             hint = f"check that it is a file, and that this user may read and write it and the directory {parent}"
@@ -73,3 +73,10 @@ def unusable(error: BaseException, path: str, *, phase: str = "connect", execute
         case _:
             hint = "check the disk and the permissions"
     return DatabaseUnusableError(f"cannot use the SQLite file {path}: {error}; {hint}", phase, code, executed)
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        return not folder.is_dir()
+    except PermissionError:  # in a folder that this user may not enter
+        return False

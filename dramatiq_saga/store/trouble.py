@@ -10,6 +10,7 @@ from __future__ import annotations
 import peewee
 
 from ..errors import DatabaseUnusableError, SchemaVersionError, StoreError
+from .server_errors import LostTransaction
 
 # SQLite's TOOBIG; PostgreSQL's class 54, limits of the program; MySQL's "packet too large".
 _SQLITE_TOO_BIG, _PG_LIMITS, _MYSQL_PACKET = 18, "54", 1153
@@ -34,3 +35,11 @@ def is_trouble(error: BaseException) -> bool:
     if state.startswith(_PG_LIMITS) or state in _PG_WRONG_KIND:
         return False
     return not (original is not None and original.args[:1] == (_MYSQL_PACKET,))
+
+
+def is_lost_commit(error: BaseException) -> bool:
+    """Whether ``error`` says that something else than the engine had ended or aborted a write's transaction before its COMMIT (CLAIM-3).
+
+    Then the write is gone, except that a hook which commits may have kept a part of it: who has to know reads it back.
+    """
+    return isinstance(error, StoreError) and isinstance(error.__cause__, LostTransaction)

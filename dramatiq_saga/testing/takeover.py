@@ -172,6 +172,7 @@ class Takeover:
         middleware = self.middleware
         engine = middleware.engine(broker)
         if middleware._runner is None:
+            # Without the application's overlap locks: here one message is delivered at a time (LOCK-1).
             runner = WatchedRunner(engine, self.stand_in, middleware.sender(self.stand_in))
             runner.watcher = self._watcher
             middleware._runner = runner

@@ -13,15 +13,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import dramatiq
+from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.brokers.redis import RedisBroker
 
 from dramatiq_saga import Flow, SagaMiddleware, Settings, Workflow, current_step, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.errors import FlowError
 from tests.support.effects import EffectLog
+from tests.support.locks import chosen
 
 DATABASE = "CHAOS_APP_DATABASE"
 REDIS = "CHAOS_APP_REDIS"
+RABBITMQ = "CHAOS_APP_RABBITMQ"
 PREFIX = "CHAOS_APP_PREFIX"
 RETRY_AFTER = "CHAOS_APP_RETRY_AFTER"
 SETTINGS = "CHAOS_APP_SETTINGS"  # JSON
@@ -46,7 +49,7 @@ def declare(broker: dramatiq.Broker) -> Workflow[[list[Instruction]], list[Any]]
         told = note("work")
         cycle = int(str(told["key"]).rsplit(":", 1)[1])
         if how == "slow":
-            time.sleep(0.2)
+            time.sleep(0.3)
         if how == "broken" or (how == "flaky" and told["attempt"] == 1) or (how == "parked" and cycle < succeeds_in):
             note("work failed")
             raise ValueError(how)
@@ -121,12 +124,17 @@ def connect(environment: Mapping[str, str]) -> dramatiq.Broker:
     """The broker that an environment describes."""
     prefix = environment.get(PREFIX, "saga_")
     settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(environment.get(SETTINGS, "{}"))})
-    if REDIS in environment:
-        redis = RedisBroker(url=environment[REDIS])
-        redis.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings))
-        return redis
+    if REDIS in environment or RABBITMQ in environment:
+        # What a killed worker had taken is another's two seconds later, as after "retry_after" above.
+        elsewhere: dramatiq.Broker = (
+            RedisBroker(url=environment[REDIS], heartbeat_timeout=2000, maintenance_chance=100_000)
+            if REDIS in environment
+            else RabbitmqBroker(url=environment[RABBITMQ])
+        )
+        elsewhere.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings, locks=chosen()))
+        return elsewhere
     broker = DatabaseBroker(environment[DATABASE], prefix=prefix, retry_after=float(environment.get(RETRY_AFTER, "60")))
-    broker.add_middleware(SagaMiddleware(settings=settings))
+    broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
     return broker
 
 

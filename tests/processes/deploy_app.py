@@ -14,13 +14,14 @@ import dramatiq
 from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from tests.support.effects import EffectLog
+from tests.support.locks import chosen
 
 RELEASE = os.environ.get("RECOVERY_APP_RELEASE", "first")
 
 prefix = os.environ.get("RECOVERY_APP_PREFIX", "saga_")
 settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(os.environ.get("RECOVERY_APP_SETTINGS", "{}"))})
 broker = DatabaseBroker(os.environ["RECOVERY_APP_DATABASE"], prefix=prefix)
-broker.add_middleware(SagaMiddleware(settings=settings))
+broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
 dramatiq.set_broker(broker)
 
 

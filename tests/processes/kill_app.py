@@ -27,6 +27,7 @@ from dramatiq_saga.step import Runner
 from dramatiq_saga.store.database import Store
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
+from tests.support.locks import chosen
 
 DATABASE = "KILL_APP_DATABASE"
 REDIS = "KILL_APP_REDIS"  # the queue is there, and not in the database
@@ -203,13 +204,13 @@ class Shop:
         self.broker: Broker
         if REDIS in environment:
             self.broker = RedisBroker(url=environment[REDIS], maintenance_chance=1_000_000, heartbeat_timeout=1500)
-            self.broker.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings))
+            self.broker.add_middleware(SagaMiddleware(environment[DATABASE], settings=settings, locks=chosen()))
         else:
             kind = SQLiteBroker if environment[DATABASE].startswith("sqlite") else DatabaseBroker
             self.broker = kind(
                 environment[DATABASE], prefix=environment[PREFIX], retry_after=float(environment.get(RETRY_AFTER, "1"))
             )
-            self.broker.add_middleware(SagaMiddleware(settings=settings))
+            self.broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
         self.killer: Killer | None = None
         self._declare()
 

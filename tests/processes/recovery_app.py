@@ -16,8 +16,10 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.recovery import doctor
+from tests.support import wrong_clock
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
+from tests.support.locks import chosen
 
 DATABASE = "RECOVERY_APP_DATABASE"
 REDIS = "RECOVERY_APP_REDIS"  # the queue is there, and not in the database
@@ -27,15 +29,16 @@ SETTINGS = "RECOVERY_APP_SETTINGS"  # JSON
 WITHOUT = "RECOVERY_APP_WITHOUT"  # an actor that this process does not declare
 STOP_AT = "RECOVERY_APP_STOP_AT"  # a gate that this process's sweeps come to once they have a listing
 
+wrong_clock.install()
 prefix = os.environ.get(PREFIX, "saga_")
 settings = Settings.from_mapping({"schema.table_prefix": prefix, **json.loads(os.environ.get(SETTINGS, "{}"))})
 broker: dramatiq.Broker
 if REDIS in os.environ:
     broker = RedisBroker(url=os.environ[REDIS])
-    broker.add_middleware(SagaMiddleware(os.environ[DATABASE], settings=settings))
+    broker.add_middleware(SagaMiddleware(os.environ[DATABASE], settings=settings, locks=chosen()))
 else:
     broker = DatabaseBroker(os.environ[DATABASE], prefix=prefix, retry_after=float(os.environ.get(RETRY_AFTER, "60")))
-    broker.add_middleware(SagaMiddleware(settings=settings))
+    broker.add_middleware(SagaMiddleware(settings=settings, locks=chosen()))
 dramatiq.set_broker(broker)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def leased(
     return field
 
 
+#: Runs a command under process ids of its own, as a container does.
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child"]
+
+
+def known(field: Field) -> set[tuple[str, str, int]]:
+    """Id, host and process id of every worker that has a row."""
+    return set(field.operator.store.read(lambda tx: tx.all("SELECT id, host, pid FROM {workers}")))
+
+
 def heartbeats(field: Field) -> int:
     return field.count("SELECT COUNT(*) FROM {workers}")
 
@@ -47,6 +57,39 @@ def test_a_killed_workers_step_runs_again_on_another_worker(leased: Field, effec
     assert heartbeats(leased) == 2
     assert survivor.terminate() == 0
     assert heartbeats(leased) == 1
+
+
+def test_the_step_of_a_killed_worker_that_no_row_remembers_runs_again(leased: Field, effects: EffectLog, gates: Gates) -> None:
+    """C10, RECLAIM-5: every trace of it is deleted from ``workers``; the step's own row says whose it was, and that is enough."""
+    run = leased.send("job", "gate")
+    victim = leased.worker(threads=1)
+    gates.wait_reached("work-gate")
+    victim.kill()
+    assert leased.sql("DELETE FROM {workers}") == 1
+    gates.open("work-gate")
+    leased.worker(threads=1)
+    leased.wait_ended(run)
+    assert leased.step(run).row.attempts == 2
+    assert effects.names() == ["work", "work", "work ended"]
+
+
+@pytest.mark.parametrize("leased", ["sqlite"], indirect=True)
+def test_a_namesake_of_a_killed_worker_does_not_keep_its_claims_alive(leased: Field, effects: EffectLog, gates: Gates) -> None:
+    """C10, RECLAIM-5: a container that is started again has the host name and the process id of the one that was killed in it."""
+    if subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("process ids of one's own (unshare --pid) are not allowed here")
+    run = leased.send("job", "gate")
+    victim = leased.worker(threads=1, wrapper=CONTAINER)
+    gates.wait_reached("work-gate")
+    (before,) = known(leased)
+    victim.kill()
+    namesake = leased.worker(threads=1, wrapper=CONTAINER)
+    gates.open("work-gate")
+    leased.wait_ended(run)
+    assert leased.step(run).row.attempts == 2
+    (after,) = known(leased) - {before}
+    assert before[1:] == after[1:]
+    assert namesake.running
 
 
 def test_a_living_workers_step_outlives_many_leases(leased: Field, effects: EffectLog, gates: Gates) -> None:
@@ -82,3 +125,27 @@ def test_a_stopped_worker_that_goes_on_is_refused(leased: Field, effects: Effect
     row = leased.step(run).row
     assert (row.status, row.attempts, row.ended_at) == ("completed", 2, ended.ended_at)
     assert effects.count("work") == 2
+
+
+@pytest.mark.parametrize("leased", ["sqlite"], indirect=True)
+def test_a_database_that_nobody_could_reach_for_longer_than_the_lease_kills_nobody(
+    leased: Field, effects: EffectLog, gates: Gates, sqlite_path: Path, python_process: Callable[..., Process]
+) -> None:
+    """RECLAIM-5: the message of a step at work comes to another worker afterwards, and that one waits for the first to be heard from."""
+    run = leased.send("job", "gate")
+    leased.worker(threads=1, env={"dramatiq_queue_prefetch": "1"})  # it has no room for the message that comes back
+    gates.wait_reached("work-gate")
+    other = leased.worker(threads=1)
+    python_process("-m", "tests.support.lock_holder", str(sqlite_path))
+    gates.wait_reached("locked")
+    clock = leased.operator.store.clock
+    eventually(
+        lambda: clock.now() - leased.count("SELECT MAX(seen_at) FROM {workers}") > 2_500, because="nobody has been heard from"
+    )
+    gates.open("locked")
+    other.wait_for_output("claim_lost")
+    assert leased.step(run).row.attempts == 1
+    gates.open("work-gate")
+    leased.wait_ended(run)
+    assert leased.step(run).row.attempts == 1
+    assert effects.names() == ["work", "work ended"]

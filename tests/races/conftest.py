@@ -83,7 +83,7 @@ def database_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def address(request: pytest.FixtureRequest, database_kind: str, sqlite_path: Any) -> str:
+def address(request: pytest.FixtureRequest, database_kind: str, sqlite_path: Any, tables_stand: None) -> str:
     if database_kind == "sqlite":
         return f"sqlite:///{sqlite_path}"
     return str(request.getfixturevalue("postgres_url" if database_kind == "postgresql" else "mariadb_url"))

@@ -100,6 +100,7 @@ def wakes(worker: Bench, run: str) -> tuple[int, int]:
 # --- the last member -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_ways
 @everywhere
 def test_of_two_last_members_exactly_one_drives_the_run(bench: MakeBench, fan: Fan) -> None:
     """PAR-2, DRIVE-7: both have seen the other at work; the second to lock the run's row sees that it is the last."""
@@ -382,6 +383,7 @@ def test_a_failing_try_waits_for_the_decision_that_fails_its_block(bench: MakeBe
     assert worker.status(run) == "failed"
 
 
+@pytest.mark.both_ways
 def test_a_member_that_completes_after_its_block_has_failed_is_undone(bench: MakeBench, fan: Fan) -> None:
     """PAR-4, COMP-5: it was running, so it finishes, and then it has to be undone."""
     worker, other = bench(), bench()

@@ -22,7 +22,7 @@ from dramatiq_saga.errors import ConcurrentTransitionError
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import sweep
 from tests.races.conftest import MakeBench, Shop
-from tests.races.test_interleavings import blocked, hooked_postgresql, postgresql_only, swallow
+from tests.races.test_interleavings import blocked, postgresql_only
 from tests.support.bench import Background, Bench
 from tests.support.waiting import eventually
 
@@ -437,37 +437,6 @@ def test_a_decision_whose_answer_is_unknown_starts_its_child_once(bench: MakeBen
         worker.run()
         assert worker.status(run) == "completed"
         assert worker.one("SELECT COUNT(*) FROM {flow_runs} WHERE parent_id = ?", run) == (1,)
-
-
-@postgresql_only
-@pytest.mark.parametrize("hidden", ["drive", "outcome"])
-def test_a_child_whose_start_was_gone_after_its_commit_is_started_again(bench: MakeBench, hidden: str) -> None:
-    """CLAIM-3: a hook has rolled back behind the engine's back, and COMMIT says nothing; the start is read back."""
-    armed, left, seen = [False], [1], [False]
-
-    def trouble(connection: Any, query: str) -> None:
-        seen[0] = seen[0] or (armed[0] and "_children" in query and query.startswith("INSERT"))
-        if seen[0] and left[0] and query == "COMMIT":
-            left[0] -= 1
-            swallow(connection, "SELECT * FROM no_such_table_anywhere")
-            swallow(connection, "ROLLBACK")
-            swallow(connection, "BEGIN")
-
-    worker = bench(database=hooked_postgresql(trouble))
-    run = worker.start("order", "42")
-    message = until(worker, lambda one: one.actor == "do_charge")
-    if hidden == "drive":
-        worker.engine.drives = lambda workflow, queue: False  # type: ignore[method-assign]
-        worker.deliver(message)
-        message = worker.take()
-    armed[0] = True
-    worker.runner.persist(lambda: worker.deliver(message))
-    assert left == [0]
-    lines = [fields for code, fields in worker.anomalies.lines if code == "claim_not_committed"]
-    assert [(fields["row"], fields["sequence"], fields["workflow"]) for fields in lines] == [("child", 2, "shipment")]
-    worker.run()
-    assert worker.status(run) == "completed"
-    assert worker.one("SELECT COUNT(*) FROM {flow_runs} WHERE parent_id = ?", run) == (1,)
 
 
 # --- any order ---------------------------------------------------------------------------------------------------------

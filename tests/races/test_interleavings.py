@@ -23,6 +23,7 @@ from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
 from dramatiq_saga.events import ActionOutcomeRejected, subscribe, unsubscribe
+from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.support import servers
@@ -81,6 +82,7 @@ class Doorstep:
 # --- claims ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims_alone
 def test_the_second_of_two_claims_of_one_row_runs_nothing(bench: MakeBench, shop: Shop) -> None:
     """CLAIM-1, CLAIM-2: both workers have decided to claim; the one whose write comes second loses."""
     first, second = bench(), bench()
@@ -97,6 +99,7 @@ def test_the_second_of_two_claims_of_one_row_runs_nothing(bench: MakeBench, shop
     assert first.events(run).count("action.started") == 1
 
 
+@pytest.mark.claims_alone
 @postgresql_only
 def test_a_claim_waits_for_the_row_that_another_is_claiming_and_loses(bench: MakeBench, shop: Shop, table_prefix: str) -> None:
     """CLAIM-1, DRIVE-7: the winner has changed the row and not committed yet."""
@@ -609,6 +612,7 @@ def test_a_step_of_a_run_that_has_ended_is_never_claimed(bench: MakeBench, shop:
     assert worker.codes() == ["claim_lost"]
 
 
+@pytest.mark.claims_alone
 def test_a_message_whose_row_is_still_owned_is_put_back_until_the_row_may_be_claimed(
     bench: MakeBench, shop: Shop, clock: ManualClock
 ) -> None:
@@ -645,6 +649,7 @@ def test_a_row_of_a_lost_worker_is_never_run_again_with_reclaim_off(bench: MakeB
 # --- drives ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims_alone
 def test_the_second_of_two_drives_writes_nothing_and_looks_again(bench: MakeBench, shop: Shop) -> None:
     """DRIVE-1: both have replayed the same history."""
     first, second = bench(), bench()
@@ -662,6 +667,7 @@ def test_the_second_of_two_drives_writes_nothing_and_looks_again(bench: MakeBenc
     assert first.steps(run) == [("charge", "pending")]
 
 
+@pytest.mark.claims_alone
 @postgresql_only
 def test_a_drive_waits_for_the_decision_of_another_and_loses(bench: MakeBench, shop: Shop, table_prefix: str) -> None:
     """DRIVE-1, DRIVE-7: the revision is compared after the lock was waited for."""
@@ -730,6 +736,7 @@ def test_an_outcome_recorded_by_a_worker_that_cannot_drive_is_seen_by_the_drive_
     assert driver.steps(run) == [("charge", "completed"), ("reserve", "pending")]
 
 
+@pytest.mark.claims_alone
 def test_of_two_side_effects_of_two_drives_one_value_counts(bench: MakeBench, shop: Shop) -> None:
     """SIDE-1: the second drive goes on with the value of the first, and its decision is dropped."""
     first, second = bench(), bench()
@@ -862,6 +869,7 @@ def test_a_give_up_that_comes_after_a_cancel_changes_nothing(bench: MakeBench, s
 # --- duplicates ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claims_alone
 def test_duplicates_before_during_and_after_change_nothing(bench: MakeBench, shop: Shop) -> None:
     """CLAIM-2, C01, C02: the same message and a copy of it, delivered around the one that counts."""
     worker, other = bench(), bench()
@@ -928,6 +936,7 @@ def test_two_drives_of_a_rollback_send_each_undo_once(bench: MakeBench, shop: Sh
     assert worker.undos(run) == [("unreserve", "completed"), ("refund", "completed")]
 
 
+@pytest.mark.claims_alone
 def test_an_undo_whose_worker_is_gone_ends_its_level(bench: MakeBench, shop: Shop) -> None:
     """PAR-3, COMP-4: its message comes again, nothing will ever reclaim the row; a late outcome is recorded all the same."""
     first, second = bench(), bench()
@@ -983,7 +992,9 @@ def test_an_unknown_write_settles_by_its_token(bench: MakeBench, shop: Shop, wri
         outgoing = worker.take()
         message = worker.message(outgoing)
         if outgoing.kind == "drive":
-            worker.runner.drive(Delivery(message))
+            delivery = Delivery(message)
+            worker.runner.drive(delivery)
+            worker.runner.leave(delivery)
             continue
         delivery = worker.deliver(message)
         if delivery.state == "failed" and delivery.actor == "reserve":
@@ -1066,90 +1077,6 @@ def test_a_claim_whose_commit_is_unknown_is_found_by_its_mark(bench: MakeBench, 
     assert worker.codes() == []
 
 
-# --- a claim that is gone once its transaction has closed ------------------------------------------------------------
-
-
-def hooked_postgresql(trouble: Callable[[Any, str], None]) -> Any:
-    """A host's database whose connections do something of their own around the engine's statements."""
-    import psycopg
-    from peewee import PostgresqlDatabase
-
-    class Cursor(psycopg.Cursor[Any]):
-        def execute(self, query: Any, *args: Any, **options: Any) -> Any:
-            trouble(self.connection, str(query))
-            return super().execute(query, *args, **options)
-
-    parts = psycopg.conninfo.conninfo_to_dict(servers.address("postgresql"))
-    return PostgresqlDatabase(
-        parts["dbname"], host=parts["host"], port=parts["port"], user=parts["user"], cursor_factory=Cursor
-    )
-
-
-def swallow(connection: Any, statement: str) -> None:
-    """What a careless hook does: a statement that fails, and an ``except`` that hides it."""
-    import psycopg
-
-    with psycopg.ClientCursor(connection) as cursor:
-        try:
-            cursor.execute(statement)
-        except psycopg.Error:
-            pass
-
-
-@postgresql_only
-@pytest.mark.parametrize("when", ["in the middle", "before COMMIT"])
-def test_a_claim_that_a_swallowed_error_has_aborted_runs_nothing(bench: MakeBench, shop: Shop, when: str) -> None:
-    """CLAIM-3, CLAIM-4: PostgreSQL has thrown the transaction away; the step runs once, after a claim that holds."""
-    left = [2]
-    armed = threading.Event()
-
-    def trouble(connection: Any, query: str) -> None:
-        matches = "action.started" in query or "INSERT INTO" in query if when == "in the middle" else query == "COMMIT"
-        if armed.is_set() and left[0] and matches:
-            left[0] -= 1
-            swallow(connection, "SELECT * FROM no_such_table_anywhere")
-
-    worker = bench(database=hooked_postgresql(trouble))
-    run, message = at_first_step(worker)
-    armed.set()
-    worker.deliver(message)
-    assert left == [0]
-    assert shop.order() == ["charge"]
-    assert worker.step(run) == ("completed", 1)
-    assert worker.one("SELECT tries FROM {action_runs} WHERE run_id = ? AND sequence = 1", run) == (0,)
-
-
-@postgresql_only
-def test_a_claim_that_was_gone_after_its_commit_runs_nothing_and_keeps_its_message(
-    bench: MakeBench, shop: Shop, clock: ManualClock
-) -> None:
-    """CLAIM-3: a hook has rolled back behind the engine's back, and COMMIT says nothing; both counts are journalled."""
-    left = [1]
-    armed = threading.Event()
-
-    def trouble(connection: Any, query: str) -> None:
-        if armed.is_set() and left[0] and query == "COMMIT":
-            left[0] -= 1
-            swallow(connection, "SELECT * FROM no_such_table_anywhere")
-            swallow(connection, "ROLLBACK")
-            swallow(connection, "BEGIN")
-
-    worker = bench(database=hooked_postgresql(trouble))
-    run, message = at_first_step(worker)
-    armed.set()
-    delivery = worker.deliver(message)
-    assert left == [0]
-    assert shop.ran == []
-    code, fields = worker.anomalies.lines[0]
-    assert code == "claim_not_committed"
-    assert (fields["claimed_attempts"], fields["attempts"]) == (1, 0)
-    assert worker.step(run) == ("pending", 0)
-    assert delivery.state == "done"
-    worker.deliver(message)  # it was put back
-    assert shop.order() == ["charge"]
-    assert worker.step(run) == ("completed", 1)
-
-
 # --- lock order ------------------------------------------------------------------------------------------------------
 
 
@@ -1220,3 +1147,24 @@ def test_writers_of_one_run_never_deadlock(
         background.result()
     assert seen == []
     assert {status for _, status in driver.steps(run)} <= {"completed", "failed", "cancelled", "running"}
+
+
+def test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """C55, DRIVE-1: the same run id again, at the same revision and wake count as the one that a worker still has in memory."""
+    first, second = bench(), bench()
+    run, message = at_first_step(first)
+    second.deliver(message)
+    second.sender.queue.clear()
+    first.cancel(run)
+    clock.advance(1)
+    assert prune(first.store, before=clock.now()).pruned == 1
+    assert first.start("checkout", "another order", run_id=run) == run
+    for _ in range(2):
+        first.deliver(first.take())
+    second.deliver(first.take())
+    second.run()
+    first.run()
+    assert first.status(run) == "completed"
+    assert shop.ran[-3:] == [(actor, "another order") for actor in ("charge", "reserve", "ship")]

@@ -21,6 +21,7 @@ from typing import Any
 
 import dramatiq
 import pytest
+import redis
 from dramatiq.middleware import Interrupt, Shutdown, ShutdownNotifications, TimeLimit, TimeLimitExceeded
 from dramatiq.worker import ConsumerThread, WorkerThread
 
@@ -29,6 +30,7 @@ from dramatiq_saga import interrupts as interrupts_module
 from dramatiq_saga import step as step_module
 from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
 from dramatiq_saga.clock import ManualClock
+from tests.support.locks import VARIABLE, chosen
 
 THOROUGH = bool(os.environ.get("DRAMATIQ_SAGA_TEST_THOROUGH"))
 
@@ -42,7 +44,7 @@ class Line:
     def __init__(self, make_broker: Callable[[ManualClock], DatabaseBroker], *, settings: Settings | None = None) -> None:
         self.clock = ManualClock()
         self.broker = make_broker(self.clock)
-        self.middleware = SagaMiddleware(settings=settings or Settings())
+        self.middleware = SagaMiddleware(settings=settings or Settings(), locks=chosen())
         self.broker.add_middleware(self.middleware)
         self.ran: list[str] = []
         self.trouble: set[str] = set()
@@ -134,6 +136,14 @@ class Line:
         row = self.store.read(lambda tx: tx.one(sql, params))
         assert row is not None
         return row
+
+    def locks(self) -> list[bytes]:
+        """The overlap locks that there are."""
+        address = os.environ.get(VARIABLE)
+        if not address:
+            return []
+        with redis.Redis.from_url(address) as client:
+            return list(client.keys("dramatiq-saga:*"))  # type: ignore[arg-type]
 
     @property
     def in_body(self) -> bool:
@@ -301,6 +311,7 @@ def survive_around_a_step(line: Line, kind: type[Interrupt], *, lines: bool) -> 
         done = line.one("SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'action.completed'", *run)
         assert done == (2,), where
         assert line.one("SELECT COUNT(*) FROM {messages}") == (0,), where
+        assert line.locks() == [], where
 
     survive(line, prepare, check, kind, counts=lambda frame: line.is_armed(kind) and not line.in_body, lines=lines)
 
@@ -412,6 +423,10 @@ def test_an_interrupt_anywhere_in_a_drive_aborts_it_and_the_run_is_driven_again(
     line: Line, kind: type[Interrupt], lines: bool
 ) -> None:
     """FENCE-5, DRIVE-2: the side effect's value is recorded once, and the first step is scheduled once."""
+    survive_in_a_drive(line, kind, lines=lines)
+
+
+def survive_in_a_drive(line: Line, kind: type[Interrupt], *, lines: bool) -> None:
     run: list[str] = []
 
     def prepare() -> Any:
@@ -426,8 +441,17 @@ def test_an_interrupt_anywhere_in_a_drive_aborts_it_and_the_run_is_driven_again(
         assert line.one(events, *run, "side_effect.recorded") == (1,), where
         assert line.one(events, *run, "action.completed") == (2,), where
         assert line.one("SELECT COUNT(*) FROM {messages}") == (0,), where
+        assert line.locks() == [], where
 
     survive(line, prepare, check, kind, lines=lines)
+
+
+@KINDS
+@pytest.mark.parametrize("around", [survive_around_a_step, survive_in_a_drive], ids=["a step", "a drive"])
+@pytest.mark.parametrize("_overlap_locks", ["redis"], indirect=True)
+def test_an_interrupt_costs_nothing_and_leaves_no_lock_behind(line: Line, kind: type[Interrupt], around: Any) -> None:
+    """LOCK-1, FENCE-5: between taking an overlap lock and giving it back, and while Redis is asked."""
+    around(line, kind, lines=False)
 
 
 # --- too late, and twice ---------------------------------------------------------------------------------------------
@@ -507,6 +531,7 @@ def test_a_second_interrupt_that_lands_in_the_handling_of_the_first_changes_noth
 def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
     """FENCE-5: raised by another thread, whenever Dramatiq could raise them, at moments that nobody chose."""
     rounds = 600 if THOROUGH else 80
+    line.broker.actors["ship"].options["max_retries"] = 3  # a time limit in its body is a failed try
     random_ = random.Random(20)
     ident = threading.get_ident()
     go, stop, thrown = threading.Event(), threading.Event(), [0]
@@ -549,6 +574,7 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
             done = "SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'action.completed'"
             assert line.one(done, run) == (2,)
             assert line.one("SELECT COUNT(*) FROM {messages}") == (0,)
+            assert line.locks() == []
     finally:
         sys.setswitchinterval(interval)
         stop.set()

@@ -28,16 +28,24 @@ from tests.races.conftest import MakeBench, Shop
 from tests.races.test_interleavings import Doorstep, at_first_step
 from tests.support.bench import Background, Bench
 
+on_one_machine = pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
 
 LEASES = Settings.from_mapping({"reclaim.dead_workers.enabled": True, "repair.enabled": True})
 
 
-def alive(make: MakeBench, settings: Settings = LEASES) -> tuple[Bench, Heartbeat]:
-    """A worker that has just been heard from."""
+def alive(
+    make: MakeBench, settings: Settings = LEASES, *, uptime: ManualClock | None = None, new: bool = False
+) -> tuple[Bench, Heartbeat]:
+    """A worker that has just been heard from, and has been here for long enough to judge the others, unless it is ``new``.
+
+    Where clocks are set, ``uptime`` is the one that nobody sets.
+    """
     worker = make(settings=settings)
-    heart = Heartbeat(worker.engine)
+    heart = Heartbeat(worker.engine, monotonic=None if uptime is None else uptime.now)
     heart.enter()
+    if not new:
+        heart._judges = 0
     return worker, heart
 
 
@@ -294,6 +302,31 @@ def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeB
     assert first.step(run) == ("completed", 2)
 
 
+@on_one_machine
+def test_a_worker_that_has_just_started_gives_the_others_time_for_a_beat(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """RECLAIM-5: after an outage of the database, a new worker may be back before those that have lived through it."""
+    first, heart = alive(bench)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(3600)
+    second, other = alive(bench, new=True)
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 15_000
+    clock.advance(14)
+    heart.beat()
+    clock.advance(1)
+    other.beat()
+    assert isinstance(claim(second, message), Lost)
+    for _ in range(2):
+        clock.advance(30)
+        other.beat()
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+
+
 def test_a_beat_that_commits_late_is_a_lapse(bench: MakeBench, clock: ManualClock) -> None:
     """RECLAIM-5: until it had committed, others saw the moment before."""
     worker, heart = alive(bench)
@@ -302,6 +335,105 @@ def test_a_beat_that_commits_late_is_a_lapse(bench: MakeBench, clock: ManualCloc
     heart.beat()
     assert heart.lapses == 1
     assert worker.one("SELECT seen_at FROM {workers}") == (clock.now() - 45_000,)
+
+
+# --- the machine's clock is set --------------------------------------------------------------------------------------
+
+
+class Time:
+    """A machine's two clocks."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock, self.uptime = clock, ManualClock(0)
+
+    def passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.uptime.advance(seconds)
+
+
+@on_one_machine
+def test_a_dead_workers_row_that_a_clock_set_back_has_put_into_the_future_grows_old_all_the_same(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """C52, RECLAIM-5: two hours back; its step is taken over one lease after the next beat of another worker, not in two hours."""
+    time = Time(clock)
+    first, _ = alive(bench, uptime=time.uptime)
+    second, heart = alive(bench, uptime=time.uptime)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(-7200)
+    time.passes(15)
+    heart.beat()
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 60_000
+    for _ in range(2):
+        time.passes(30)
+        heart.beat()
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+    assert (heart.lapses, shop.count("charge")) == (0, 1)
+
+
+@on_one_machine
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "forward and back"])
+def test_a_clock_set_forward_takes_no_step_from_a_living_worker(
+    bench: MakeBench, shop: Shop, clock: ManualClock, back: bool
+) -> None:
+    """C52, RECLAIM-5: whoever beats first has not heard from the others for two hours, and waits one lease, by the clock that nobody
+    sets; then a worker that has died meanwhile is taken for dead."""
+    time = Time(clock)
+    first, heart = alive(bench, uptime=time.uptime)
+    second, other = alive(bench, uptime=time.uptime)
+    run, message = at_first_step(first)
+    assert isinstance(claim(first, message), Claim)
+    clock.advance(7200)
+    assert isinstance(claim(second, message), Lost)  # the clock was set between its look at the heartbeat and its claim
+    other.freshen()
+    lost = claim(second, message)
+    assert isinstance(lost, Lost)
+    assert lost.retry_at == clock.now() + 60_000
+    heart.beat()
+    if back:
+        clock.advance(-7200)
+        time.passes(15)
+        other.beat()
+    assert isinstance(claim(second, message), Lost)
+    for _ in range(2):
+        time.passes(30)
+        other.beat()
+    second.deliver(message)
+    assert first.step(run) == ("completed", 2)
+    assert (heart.lapses, other.lapses) == (1, 1)
+
+
+@on_one_machine
+def test_a_worker_that_stalls_while_the_clock_is_set_back_knows_of_it(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """C52, RECLAIM-5: its row says that it was seen in two hours, and was brought to the present by another, a lease ago."""
+    time = Time(clock)
+    first, heart = alive(bench, uptime=time.uptime)
+    run, message = at_first_step(first)
+    stalled: list[int] = []
+
+    def stall(event: ActionStarted) -> None:
+        if not stalled:
+            stalled.append(event.action.attempts)
+            clock.advance(-7200)
+            _, other = alive(bench, uptime=time.uptime)
+            for _ in range(2):
+                time.passes(31)
+                other.beat()
+            bench_of_other = bench(settings=LEASES)
+            bench_of_other.deliver(message)
+
+    subscribe(stall, ActionStarted)
+    try:
+        first.deliver(message)
+    finally:
+        unsubscribe(stall)
+    assert shop.order() == ["charge"]
+    assert first.step(run) == ("completed", 2)
+    assert heart.lapses == 1
 
 
 # --- the heartbeat's row ---------------------------------------------------------------------------------------------
@@ -332,6 +464,15 @@ def test_a_row_that_a_claim_rests_on_is_left_to_its_lease(
     assert isinstance(claim(worker, message), Lost)
 
 
+@on_one_machine
+def test_a_fork_that_stops_a_worker_leaves_the_heartbeat_of_its_parent(bench: MakeBench) -> None:
+    """RECLAIM-5: it has inherited the object, and not the thread that beats."""
+    worker, heart = alive(bench)
+    heart.pid = os.getppid()
+    assert not heart.leave()
+    assert workers(worker) == [heart.id]
+
+
 def test_a_heartbeat_row_that_is_gone_comes_back_with_the_next_beat(bench: MakeBench) -> None:
     worker, heart = alive(bench)
     worker.store.write(lambda tx: tx.run("DELETE FROM {workers}"))
@@ -349,6 +490,23 @@ def test_the_rows_of_dead_workers_are_forgotten_after_a_day(bench: MakeBench, cl
     assert workers(worker) == [heart.id]
 
 
+@on_one_machine
+def test_a_worker_that_was_silent_for_a_day_forgets_nobody_yet(bench: MakeBench, clock: ManualClock) -> None:
+    """RECLAIM-5: a machine that was suspended; the row of one that lives, gone, would give its steps away at once."""
+    worker, heart = alive(bench)
+    _, other = alive(bench)
+    clock.advance(2 * FORGOTTEN_MS / 1000)
+    assert heart.forget() == 0
+    heart.beat()
+    assert heart.forget() == 0
+    other.beat()
+    for _ in range(2):
+        clock.advance(30)
+        heart.beat()
+    assert heart.forget() == 0
+    assert sorted(workers(worker)) == sorted([heart.id, other.id])
+
+
 def test_every_start_has_an_id_of_its_own(bench: MakeBench) -> None:
     """RECLAIM-5: a restarted container has the host and the process id of the one that died in it."""
     worker, heart = alive(bench)
@@ -362,7 +520,7 @@ def test_every_start_has_an_id_of_its_own(bench: MakeBench) -> None:
 
 
 def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
-    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 0.2}, base=LEASES))
+    worker = bench(settings=Settings.from_mapping({"reclaim.dead_workers.lease_seconds": 1}, base=LEASES))
     heart = Heartbeat(worker.engine)
     worker.fail("beat", happened=False, unknown=False)
     with pytest.raises(StoreError):

@@ -143,6 +143,7 @@ def test_a_signal_that_comes_while_the_step_is_being_parked_runs_it_again(bench:
     assert worker.all("SELECT status FROM {signals}") == [("consumed",)]
 
 
+@pytest.mark.claims_alone
 def test_a_message_of_an_earlier_cycle_cannot_claim(bench: Make, bank: Bank) -> None:
     """RSIG-1, CLAIM-1: a redelivery of what ran before the park; while the step is parked, pending again, and running again."""
     worker, other = bench(), bench()
@@ -222,6 +223,7 @@ def test_a_cancel_that_lands_before_the_park_leaves_no_open_wait(bench: Make, ba
     assert worker.messages == []
 
 
+@pytest.mark.claims_alone
 def test_two_drives_that_see_one_signal_run_the_step_again_once(bench: Make, bank: Bank) -> None:
     """DRIVE-1, RSIG-1: one decision lands; the other looks again and finds nothing to do."""
     worker, other = bench(), bench()

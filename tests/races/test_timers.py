@@ -13,12 +13,16 @@ import pytest
 from dramatiq_saga import SignalTimeoutError, StepExpiredError
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import timers
+from dramatiq_saga.engine.claim import ClaimAttempt, Job, Lost
 from dramatiq_saga.engine.drive import Driven
+from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.engine.wakes import WAKE
 from dramatiq_saga.recovery import timer_loop
 from dramatiq_saga.recovery.monitor import monitor
 from tests.races.test_interleavings import blocked, postgresql_only
 from tests.races.test_signals import result, signals
 from tests.support.bench import Background, Bench
+from tests.support.deploying import deploy
 from tests.support.waiting import eventually
 
 Make = Callable[[], Bench]
@@ -29,6 +33,8 @@ class World:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
+        self.actors: dict[str, Any] = {}
+        self.doomed: Callable[..., Any]
         self.bodies: dict[str, Callable[[], Any]] = {}
 
     def body(self, name: str) -> Callable[[], Any]:
@@ -39,7 +45,8 @@ class World:
         return body
 
     def declare(self, bench: Bench) -> None:
-        charge, refund = (bench.actor(self.body(name), actor_name=name) for name in ("charge", "refund"))
+        self.actors = {name: bench.actor(self.body(name), actor_name=name) for name in ("charge", "refund")}
+        charge, refund = self.actors.values()
 
         def patient(flow: Any) -> Any:
             try:
@@ -65,7 +72,16 @@ class World:
             flow.sleep(60)
             return "rested"
 
-        for function in (patient, hurry, careful, doomed, naps):
+        def pair(flow: Any) -> Any:
+            flow.action(charge).compensate_with(lambda made: refund.message()).run()
+            return flow.run(charge)
+
+        def notes(flow: Any) -> Any:
+            flow.await_signal("decision")
+            flow.side_effect("note", lambda: self.ran.append("note"))
+
+        self.doomed = doomed
+        for function in (patient, hurry, careful, doomed, naps, pair, notes):
             bench.workflow(function)
 
 
@@ -327,6 +343,161 @@ def test_a_signal_that_was_in_time_is_seen_before_the_run_expires(bench: Make, c
     clock.advance(3600)
     assert fire(one, run).runs == 0
     assert result(one, run) == '"yes"'
+
+
+# --- after the run's deadline, before anybody has ended it -------------------------------------------------------------
+
+
+def overdue(worker: Bench, workflow: str, deliver: int = 0) -> str:
+    """A run that is ``deliver`` messages old when its deadline passes; its alarm has not come yet."""
+    run = worker.start(workflow, expires_in=60)
+    for _ in range(deliver):
+        worker.deliver(worker.take())
+    worker.engine.clock.advance(60)
+    return run
+
+
+def test_the_first_drive_of_an_overdue_run_expires_it_and_does_not_call_its_function(
+    bench: Make, clock: ManualClock, world: World
+) -> None:
+    """EXPIRE-1, C37: every worker was down; the drive's message is older than the alarm and comes first."""
+    one = bench()
+    called: list[str] = []
+    deploy(one.engine, "naps", lambda flow: called.append("naps"))
+    run = overdue(one, "naps")
+    assert one.deliver(one.take()) is Driven.EXPIRED
+    assert (called, one.status(run)) == ([], "expired")
+    assert one.events(run) == ["flow.started", "flow.expired"]
+    assert one.ring() == 1, "and the alarm finds nothing to do"
+    assert one.events(run) == ["flow.started", "flow.expired"]
+
+
+def test_no_body_begins_after_the_deadline_of_its_run(bench: Make, clock: ManualClock, world: World) -> None:
+    """EXPIRE-1: the step was scheduled in time and its message comes too late; the claim says no, and the run expires on the spot."""
+    one = bench()
+    run = overdue(one, "doomed", deliver=1)
+    delivery = one.deliver(one.take())
+    assert (world.ran, delivery.state) == ([], "done")
+    assert one.codes() == ["claim_lost"]
+    assert (one.step(run), one.status(run)) == (("cancelled", 0), "expired")
+    assert list(one.sender.queue) == []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_outcome_after_the_deadline_starts_nothing_and_is_undone(
+    bench: Make, clock: ManualClock, world: World, alone: bool
+) -> None:
+    """EXPIRE-1, FENCE-2: the body was at work when the moment passed; its outcome stands, nothing follows it, its undo runs once."""
+    one = bench()
+    run = one.start("pair", expires_in=60)
+    one.deliver(one.take())
+    world.bodies["charge"] = lambda: clock.advance(60)
+    if alone:
+        one.engine.drives = lambda workflow, queue: False  # type: ignore[method-assign]
+    one.deliver(one.take())
+    one.engine.drives = lambda workflow, queue: True  # type: ignore[method-assign]
+    one.run()
+    assert world.ran == ["charge", "refund"]
+    assert one.steps(run) == [("charge", "completed")]
+    assert one.status(run) == "expired"
+    assert one.events(run).count("flow.expired") == 1
+
+
+@pytest.mark.parametrize("workflow", ["doomed", "notes"])
+def test_a_drive_of_an_overdue_run_starts_no_step_and_records_no_side_effect(
+    bench: Make, clock: ManualClock, world: World, workflow: str
+) -> None:
+    """EXPIRE-1, SIDE-1: the signal came in time, and what would follow it would not be."""
+    one = bench()
+    run = one.start(workflow, expires_in=60)
+    one.run()
+    one.signal(run, "decision", "more")
+    clock.advance(60)
+    ran = list(world.ran)
+    deploy(one.engine, "doomed", lambda flow: [world.doomed(flow), flow.run(world.actors["charge"])])
+    assert one.deliver(one.take()) is Driven.EXPIRED
+    one.run()
+    assert one.status(run) == "expired"
+    assert world.ran == ran + ["refund"] * (workflow == "doomed")
+    assert one.one("SELECT COUNT(*) FROM {side_effects} WHERE run_id = ?", run) == (0,)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("ending", ["returns", "raises"])
+def test_an_overdue_run_that_can_only_end_ends_as_it_would_have(
+    bench: Make, clock: ManualClock, world: World, ending: str, alone: bool
+) -> None:
+    """C38, EXPIRE-1: its last outcome lands after the deadline and before anybody has looked; the work is done, and is not undone."""
+    one = bench()
+    run = one.start("hurry" if ending == "returns" else "pair", expires_in=60)
+    one.deliver(one.take())
+    one.store.write(lambda tx: tx.run("UPDATE {action_runs} SET expires_at = NULL WHERE run_id = ?", (run,)))
+
+    def late() -> str:
+        clock.advance(60)
+        if ending == "raises":
+            raise LookupError("no such card")
+        return "charged"
+
+    world.bodies["charge"] = late
+    one.engine.drives = lambda workflow, queue: not alone  # type: ignore[method-assign]
+    delivery = one.deliver(one.take())
+    if delivery.state == "failed":
+        one.runner.give_up(delivery)
+    one.engine.drives = lambda workflow, queue: True  # type: ignore[method-assign]
+    one.run()
+    assert one.status(run) == ("completed" if ending == "returns" else "failed")
+    assert one.events(run).count("flow.expired") == 0
+
+
+@pytest.mark.parametrize("other", ["cancel", "alarm"])
+def test_a_drive_that_expires_a_run_loses_to_its_end(bench: Make, clock: ManualClock, world: World, other: str) -> None:
+    """C38, STATUS-1: an operator, or the alarm in another worker, is first; the run ends once, and the drive looks again."""
+    one, two = bench(), bench()
+    run = one.start("doomed", expires_in=60)
+    one.run()
+    one.store.write(lambda tx: tx.run(WAKE, (clock.now(), run)))
+    clock.advance(60)
+    one.overtake("plan", lambda: two.cancel(run) if other == "cancel" else fire(two, run))
+    one.deliver(Outgoing("drive", run, "doomed", "default"))
+    one.run()
+    two.run()
+    assert one.status(run) == ("cancelled" if other == "cancel" else "expired")
+    assert one.codes() == ["transition_lost"]
+    assert world.ran == ["charge"] + ["refund"] * (other == "alarm")
+    assert one.events(run).count("flow.expired") == (other == "alarm")
+
+
+def test_an_overdue_run_that_cannot_be_planned_starts_nothing_while_it_is_held_off(
+    bench: Make, clock: ManualClock, world: World
+) -> None:
+    """EXPIRE-2, RECLAIM-3: a step's message is neither run nor put back for ever; once the code is mended the run expires."""
+    one = bench()
+    run = one.start("pair", expires_in=60)
+    one.deliver(one.take())
+    one.engine.drives = lambda workflow, queue: False  # type: ignore[method-assign]
+    one.deliver(one.take())
+    one.store.write(lambda tx: tx.run("UPDATE {action_runs} SET expires_at = NULL WHERE run_id = ?", (run,)))
+    one.engine.drives = lambda workflow, queue: True  # type: ignore[method-assign]
+    good = one.engine.workflows["pair"].function
+    one.sender.queue.clear()
+    clock.advance(60)
+    deploy(one.engine, "pair", lambda flow: flow.sleep(1))
+    assert fire(one, run).failed == 1
+    one.store.write(
+        lambda tx: tx.run(
+            "UPDATE {action_runs} SET status = 'running', reclaim_stale_at = 1, ended_at = NULL, result = NULL WHERE run_id = ?",
+            (run,),
+        )
+    )
+    lost = ClaimAttempt(one.engine, Job("step", run, 1, 0, 1, "message"), nonce="n").run()
+    assert isinstance(lost, Lost)
+    assert (lost.overdue, lost.status, lost.retry_at) == (True, "running", None)
+    assert world.ran == ["charge"]
+    deploy(one.engine, "pair", good)
+    clock.advance(3600)
+    assert fire(one, run).runs == 1
+    assert one.status(run) == "expired"
 
 
 # --- alarms ------------------------------------------------------------------------------------------------------------

@@ -620,6 +620,7 @@ def test_of_two_that_resume_a_rollback_one_does_it(bench: MakeBench, trip: Trip)
     assert first.events(run).count("rollback.resumed") == 1
 
 
+@pytest.mark.claims_alone
 @every_database
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
 def test_a_straggler_of_the_old_attempt_cannot_touch_an_undo_that_was_resumed(
@@ -676,6 +677,7 @@ def test_a_late_outcome_is_not_undone_by_a_resume(bench: MakeBench, trip: Trip) 
     assert ended(operator, run) == ("cancelled", "done")
 
 
+@pytest.mark.claims_alone
 def test_a_resume_that_finds_nothing_left_to_undo_ends_the_rollback(bench: MakeBench, trip: Trip) -> None:
     """COMP-8: the undo that had not finished has finished since."""
     worker = bench()
@@ -723,6 +725,7 @@ def test_a_rollback_that_passed_a_failure_over_is_not_resumed_and_says_why(bench
         resume(worker, run)
 
 
+@pytest.mark.claims_alone
 def test_an_undo_whose_worker_is_gone_ends_its_level_in_a_resumed_rollback_too(bench: MakeBench, trip: Trip) -> None:
     """COMP-8, PAR-3, CLAIM-2: the run has ended long ago; a lost claim still looks at its rollback."""
     first, second = bench(), bench()

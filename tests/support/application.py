@@ -29,10 +29,12 @@ from dramatiq.middleware import CurrentMessage, Retries, TimeLimit, default_midd
 
 from dramatiq_saga import FlowHandle, SagaMiddleware, Settings, Workflow, workflow
 from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
+from dramatiq_saga.locks import LockBackend
 from dramatiq_saga.statuses import FLOW_TERMINAL, FlowStatus
 from dramatiq_saga.store.database import Store, open_store
 from dramatiq_saga.store.models import TABLES
 from tests.support import servers
+from tests.support.locks import chosen
 from tests.support.waiting import DEADLINE, eventually
 
 #: Kinds that write rows and messages in one transaction.
@@ -193,8 +195,9 @@ class Places:
     """Where applications put their rows and messages: made once per session, emptied for each test."""
 
     def __init__(self, directory: Path) -> None:
+        self.prefix = servers.random_name() + "_"
         self._template = directory / "template.db"
-        self._prefixes: dict[str, str] = {}
+        self._servers: set[str] = set()
         self._vhost: str | None = None
         self._lock = threading.Lock()
 
@@ -211,14 +214,14 @@ class Places:
     def server(self, name: str) -> tuple[str, str]:
         """The address of a server and the prefix of tables of this session's own, which are empty."""
         url = servers.require(name)
-        new = name not in self._prefixes
-        prefix = self._prefixes.setdefault(name, servers.random_name() + "_")
-        store = open_store(url, prefix=prefix, auto_create=True)
-        store.prepare()
-        if not new:
-            store.write(lambda tx: [tx.run(f"DELETE FROM {{{table}}}") for table in TABLES])
-        store.close()
-        return url, prefix
+        if name in self._servers:
+            servers.empty_tables(name, [self.prefix + table for table in TABLES])
+        else:
+            self._servers.add(name)
+            store = open_store(url, prefix=self.prefix)
+            store.migrate()
+            store.close()
+        return url, self.prefix
 
     def rabbitmq(self) -> str:
         """A virtual host of this session's own; applications have queues of their own on it."""
@@ -228,8 +231,8 @@ class Places:
         return self._vhost
 
     def close(self) -> None:
-        for name, prefix in self._prefixes.items():
-            servers.drop_tables(name, prefix)
+        for name in self._servers:
+            servers.drop_tables(name, self.prefix)
         if self._vhost is not None:
             servers.delete_vhost(self._vhost)
 
@@ -251,6 +254,7 @@ class Applications:
         broker: Callable[..., Broker] | None = None,
         middleware: list[Any] | None = None,
         prefix: str | None = None,
+        locks: LockBackend | None = None,
         **options: Any,
     ) -> Application:
         """An application of that kind. ``broker`` replaces the broker's class, ``middleware`` what stands before ours."""
@@ -281,7 +285,9 @@ class Applications:
         if prefix is not None:
             schema = Settings.from_mapping({"schema": {"table_prefix": prefix}}).schema
             settings = replace(settings, schema=schema)
-        app = Application(kind, made, SagaMiddleware(database, settings=settings), queue=servers.random_name())
+        app = Application(
+            kind, made, SagaMiddleware(database, settings=settings, locks=locks or chosen()), queue=servers.random_name()
+        )
         self._made.append(app)
         return app
 

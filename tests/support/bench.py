@@ -29,9 +29,11 @@ from dramatiq_saga.engine import runs, signals, timers, undoing
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
+from dramatiq_saga.locks import LockBackend
 from dramatiq_saga.middleware import build_message
 from dramatiq_saga.step import Delivery, Runner
 from dramatiq_saga.store.database import Store, open_store
+from tests.support.locks import chosen
 from tests.support.waiting import DEADLINE
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ WRITES = {
     "signal": "send.<locals>.operation",
     "timers": "_end.<locals>.operation",
     "beat": "Heartbeat.beat.<locals>.operation",
+    "put back": "Runner.put_back.<locals>.part.<locals>.<lambda>",
     "alarm": "_set_alarm_once.<locals>.operation",
 }
 
@@ -189,16 +192,18 @@ class Bench:
         settings: Settings | None = None,
         clock: Clock | None = None,
         database: Any = None,
+        locks: LockBackend | None = None,
     ) -> None:
+        locks = locks or chosen()
         self.broker = StubBroker()
         self.store: Store = open_store(database or url, prefix=prefix, clock=clock, auto_create=True)
         self.broker.store = self.store  # type: ignore[attr-defined]
-        self.middleware = SagaMiddleware(settings=settings)
+        self.middleware = SagaMiddleware(settings=settings, locks=locks)
         self.broker.add_middleware(self.middleware)
         self.sender = HandSender()
         declare(self)
         self.engine = self.middleware.engine(self.broker)
-        self.runner = Runner(self.engine, self.broker, self.sender)
+        self.runner = Runner(self.engine, self.broker, self.sender, locks=locks)
         self.middleware._runner = self.runner
         self.engine.anomalies = self.anomalies = Anomalies()
         self.engine.note_cost = lambda run_id, seconds: None  # type: ignore[method-assign]  # no wall clock decides what is written
@@ -220,9 +225,11 @@ class Bench:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def start(self, name: str, *args: Any, run_id: str | None = None) -> str:
+    def start(self, name: str, *args: Any, run_id: str | None = None, expires_in: float | None = None) -> str:
         """Start a run; its first message is the next one in :attr:`messages`."""
-        new = runs.NewRun(run_id or uuid7(self.engine.now()), name, None, "default", encode_call(args, {}))
+        now = self.engine.now()
+        expires_at = None if expires_in is None else now + int(expires_in * 1000)
+        new = runs.NewRun(run_id or uuid7(now), name, None, "default", encode_call(args, {}), expires_at=expires_at)
         runs.start(self.engine, new, self.sender)
         return new.run_id
 
@@ -252,16 +259,31 @@ class Bench:
         """``outgoing`` as Dramatiq's message, for one delivery or several of the very same message."""
         return ByHand(build_message(self.broker, outgoing))
 
+    def message_again(self, message: MessageProxy, **changes: Any) -> MessageProxy:
+        """The very same message once more, for another delivery of it while the first goes on."""
+        return ByHand(message._message.copy(**changes))
+
     def callback(self, member: Outgoing) -> MessageProxy:
         """What Dramatiq sends once it has counted every member of the group that ``member`` goes out with."""
         (callback,) = build_message(self.broker, member).options["group_completion_callbacks"]
         return ByHand(Message(**callback))
 
     def deliver(self, what: Outgoing | MessageProxy) -> Any:
-        """Deliver one message, as a worker's thread would: a drive's ending, or the :class:`Delivery` of a step or an undo."""
+        """Deliver one message, as a worker's thread would: a drive's ending, or the :class:`Delivery` of a step or an undo.
+
+        With overlap locks, one that is put back is in nobody's hands; its :class:`Delivery` is returned, and ``back_in`` says so.
+        """
         if isinstance(what, Outgoing):
             what = self.message(what)
         delivery = Delivery(what)
+        try:
+            return self._deliver(delivery, what)
+        finally:
+            self.runner.leave(delivery)
+
+    def _deliver(self, delivery: Delivery, what: MessageProxy) -> Any:
+        if delivery.job is None and self.runner._is_held_elsewhere(delivery):
+            return delivery
         if delivery.kind == "timer":
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:

@@ -1,42 +1,46 @@
 """Chaos: sagas made up by a seed, workers killed and paused at random, messages doubled and dropped, files locked.
 
-:func:`make_up` invents what runs do; :class:`Chaos` does to them what a bad day does; :func:`violations` compares what the rows say
-with what the bodies have told the effect log. The same seed makes up the same runs and the same misfortunes; how they fall together
+:func:`make_up` invents what runs do; :class:`Chaos` does to them what a bad day does; ``invariants.py`` says what must hold all the
+same. The same seed makes up the same runs and the same misfortunes; how they fall together
 is up to the machine, so a seed that fails is a lead, and what it leads to becomes a test by interleaving.
+
+Leases are on and shorter than most pauses: a worker that is stopped and goes on is one of two that work on the same row, and only
+the fence tells their outcomes apart. Every other seed has reclaim windows as well.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import signal
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from dramatiq import Message
+from dramatiq.brokers.redis import RedisBroker
+
 from dramatiq_saga import FlowHandle, SagaError, query
+from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.errors import StoreError
 from dramatiq_saga.operations import Operator
-from dramatiq_saga.statuses import FLOW_TERMINAL
 from dramatiq_saga.store.database import Store
 from tests.processes import chaos_app
-from tests.support.effects import EffectLog
+from tests.support.effects import VARIABLE, EffectLog
 from tests.support.processes import WorkerProcess
 from tests.support.waiting import DEADLINE, eventually
 
 Instruction = list[Any]
+Body = tuple[str, int, str, int]  # run, sequence, what, attempt
 T = TypeVar("T")
 
-#: Short windows, so that a bad day takes seconds. A paused worker outlives its reclaim deadline on purpose.
+#: Short windows, so that a bad day takes seconds. A paused worker outlives its lease on purpose.
 SETTINGS: dict[str, Any] = {
-    "actions.reclaim.stale_running.enabled": True,
-    "actions.reclaim.stale_running.after_seconds": 2,
-    "sagas.reclaim.stale_running.enabled": True,
-    "sagas.reclaim.stale_running.after_seconds": 2,
+    "reclaim.dead_workers.enabled": True,
+    "reclaim.dead_workers.lease_seconds": 1,
     "reclaim.max_claims": 50,
     "repair.enabled": True,
     "repair.grace_seconds": 1,
@@ -47,34 +51,51 @@ SETTINGS: dict[str, Any] = {
     "monitor.expiration.backoff.max_seconds": 1,
 }
 
+#: Of every other seed. A paused worker outlives its reclaim deadline too.
+WINDOWS: dict[str, Any] = {
+    "actions.reclaim.stale_running.enabled": True,
+    "actions.reclaim.stale_running.after_seconds": 2,
+    "sagas.reclaim.stale_running.enabled": True,
+    "sagas.reclaim.stale_running.after_seconds": 2,
+}
+
+#: What a run may be told to do, and how often.
+INSTRUCTIONS = {
+    "undone": 6, "optional": 1, "parked": 1, "parallel": 2, "saga": 1, "signal": 1, "sleep": 1, "recorded": 1, "caught": 1, "timeout": 1,
+    "child": 2,
+}  # fmt: skip
+
+#: What may go wrong, and how often.
+MISFORTUNES = {
+    "kill": 3, "pause": 4, "double": 4, "drop": 4, "lock": 1, "forget": 1, "cancel": 1, "compensate": 1, "signal": 4,
+    "sweep": 3, "term": 1,
+}  # fmt: skip
+
+
+def every_kind_first(dice: random.Random, weights: dict[str, int]) -> Iterator[str]:
+    """Each kind once, in any order; after that as the weights have it."""
+    kinds = list(weights)
+    dice.shuffle(kinds)
+    yield from kinds
+    while True:
+        yield dice.choices(list(weights), list(weights.values()))[0]
+
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def make_up(dice: random.Random, *, depth: int = 0) -> list[Instruction]:
+def make_up(dice: random.Random, *, depth: int = 0, first: str | None = None) -> list[Instruction]:
     """What one run does."""
-    instructions = [_instruction(dice, depth) for _ in range(dice.randint(1, 5))]
+    instructions = [_instruction(dice, depth, first)]
+    instructions += [_instruction(dice, depth) for _ in range(dice.randint(0, 4))]
     if dice.random() < 0.25:
         instructions.append(["raise"])
     return instructions
 
 
-def _instruction(dice: random.Random, depth: int) -> Instruction:
-    kinds = ["undone"] * 6 + [
-        "optional",
-        "parked",
-        "parallel",
-        "parallel",
-        "saga",
-        "signal",
-        "sleep",
-        "recorded",
-        "caught",
-        "timeout",
-    ]
-    if depth == 0:
-        kinds += ["child", "child"]
-    match dice.choice(kinds):
+def _instruction(dice: random.Random, depth: int, kind: str | None = None) -> Instruction:
+    weights = {name: weight for name, weight in INSTRUCTIONS.items() if depth == 0 or name != "child"}
+    match kind or dice.choices(list(weights), list(weights.values()))[0]:
         case "parallel":
             members = [_member(dice, depth) for _ in range(dice.randint(0, 6))]
             return ["parallel", members, dice.choice([None, None, 1, 2]), dice.choice(["fail_fast", "wait_all_then_fail"])]
@@ -111,7 +132,7 @@ def _member(dice: random.Random, depth: int) -> Instruction:
 
 
 def _step(dice: random.Random) -> Instruction:
-    how = dice.choices(["fine", "slow", "flaky", "broken"], [10, 3, 3, 1])[0]
+    how = dice.choices(["fine", "slow", "flaky", "broken"], [8, 6, 3, 1])[0]
     return ["undone", how, dice.choices(["fine", "flaky"], [4, 1])[0]]
 
 
@@ -131,7 +152,10 @@ class Chaos:
         lock: Callable[[float], None] | None = None,
     ) -> None:
         self.dice = random.Random(seed)
-        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(SETTINGS), chaos_app.RETRY_AFTER: "2"}
+        self.effects = EffectLog(environment[VARIABLE])
+        self.happened: Counter[str] = Counter()
+        settings = {**SETTINGS, **(WINDOWS if self.dice.random() < 0.5 else {})}
+        self.environment = {**environment, chaos_app.SETTINGS: json.dumps(settings), chaos_app.RETRY_AFTER: "1"}
         self.broker = chaos_app.connect(self.environment)
         self.told = chaos_app.declare(self.broker)
         self.operator = Operator.on_broker(self.broker)
@@ -139,6 +163,9 @@ class Chaos:
         self.store: Store = self.operator.store
         self._start_worker = start_worker
         self._lock = lock
+        misfortunes = {kind: weight for kind, weight in MISFORTUNES.items() if kind != "lock" or lock is not None}
+        self._misfortunes = every_kind_first(self.dice, misfortunes)
+        self._instructions = every_kind_first(self.dice, INSTRUCTIONS)
         self.workers = [self._worker() for _ in range(workers)]
         self.paused: set[int] = set()
         self.runs: list[FlowHandle[Any]] = []
@@ -148,12 +175,16 @@ class Chaos:
 
     def send(self, count: int) -> None:
         for _ in range(count):
-            instructions = make_up(self.dice)
-            self.runs.append(self._patiently(lambda instructions=instructions: self.told.send(instructions)))  # type: ignore[misc]
+            self._start(make_up(self.dice, first=next(self._instructions)))
+
+    def _start(self, instructions: list[Instruction]) -> None:
+        self.runs.append(self._patiently(lambda: self.told.send(instructions)))
 
     def misfortune(self) -> None:
         """One thing that goes wrong."""
-        self._patiently(self._misfortune)
+        kind = next(self._misfortunes)
+        if self._patiently(lambda: self._happen(kind)):
+            self.happened[kind] += 1
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """A worker that was stopped in the middle of a write keeps the whole file locked until it goes on."""
@@ -163,55 +194,82 @@ class Chaos:
             self._resume()
             return action()
 
-    def _misfortune(self) -> None:
-        match self.dice.choices(
-            ["kill", "pause", "resume", "double", "drop", "lock", "cancel", "compensate", "signal", "sweep", "term"],
-            [3, 2, 3, 4, 4, 1, 1, 1, 4, 3, 1],
-        )[0]:
+    def _happen(self, kind: str) -> bool:
+        """False where there was nothing to be done harm to."""
+        match kind:
             case "kill":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.kill())
             case "term":
                 self._replace(self.dice.randrange(len(self.workers)), lambda worker: worker.send(signal.SIGTERM))
             case "pause":
-                index = self.dice.randrange(len(self.workers))
-                if index not in self.paused and len(self.paused) < len(self.workers) - 1:
-                    self._pause(index, self.dice.uniform(0.5, 4.0))
-            case "resume":
-                self._resume()
-            case "double":
-                self._messages(
-                    "INSERT INTO {messages} (queue, state, priority, available_at, attempts, actor, message_id, enqueued_at, message) "
-                    "SELECT queue, 0, priority, available_at, 0, actor, message_id, enqueued_at, message FROM {messages} WHERE id = ?"
-                )
-            case "drop":
-                self._messages("DELETE FROM {messages} WHERE id = ? AND state <> 2")
+                return self._pause(self.dice.uniform(2.0, 6.0))
+            case "double" | "drop":
+                return self._lose_or_double(kind)
+            case "forget":  # as if somebody had tidied up
+                return bool(self.store.write(lambda tx: tx.run("DELETE FROM {workers}")))
             case "lock":
-                if self._lock is not None:
-                    self._lock(self.dice.uniform(0.1, 1.0))
+                assert self._lock is not None
+                self._lock(self.dice.uniform(0.1, 2.5))
             case "cancel":
                 with suppress(SagaError):
-                    self.dice.choice(self.runs).cancel("a bad day")
+                    return self.dice.choice(self.runs).cancel("a bad day")
+                return False
             case "compensate":
                 with suppress(SagaError):
-                    self.dice.choice(self.runs).compensate("a bad day")
+                    return self.dice.choice(self.runs).compensate("a bad day")
+                return False
             case "signal":
                 self.answer(self.dice.choice(self.runs))
             case "sweep":
                 self.operator.sweep()
+        return True
 
-    def _pause(self, index: int, seconds: float) -> None:
-        """Stop a worker in whatever it is doing. It goes on by itself: it may hold locks that we wait for."""
-        worker = self.workers[index]
+    def _pause(self, seconds: float) -> bool:
+        """Stop a worker in the middle of a body. It goes on as soon as another has begun that body again, or after a while: it may
+        hold locks that everybody waits for."""
+        if self.paused:
+            return False
+        self._start([["undone", "slow", "fine"]])
+        try:
+            index, bodies = eventually(self._busy, 3)
+        except AssertionError:  # everybody waits for something else
+            return False
+        group = self.workers[index].pid
         self.paused.add(index)
-        os.killpg(worker.pid, signal.SIGSTOP)
+        os.killpg(group, signal.SIGSTOP)
 
         def go_on() -> None:
+            with suppress(AssertionError, StoreError):
+                eventually(lambda: self._begun_again(bodies), 1)
+            with suppress(AssertionError, StoreError):
+                self.operator.sweep()  # not every broker takes a message from a worker that is only stopped
+                eventually(lambda: self._begun_again(bodies), seconds)
             with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGCONT)
+                os.killpg(group, signal.SIGCONT)
+            self.paused.discard(index)
+            self.store.close_thread()
 
-        timer = threading.Timer(seconds, go_on)
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=go_on, daemon=True).start()
+        return True
+
+    def _busy(self) -> tuple[int, set[Body]] | None:
+        """A worker that is in the middle of bodies, and which."""
+        running: dict[Body, int] = {}
+        for entry in self.effects.entries()[-40:]:
+            body = (entry["run"], entry["sequence"], entry["effect"].split()[0], entry["attempt"])
+            running[body] = entry["pid"] if " " not in entry["effect"] else 0
+        for index, worker in enumerate(self.workers):
+            bodies = {body for body, pid in running.items() if pid and _is_in(pid, worker)}
+            if bodies:
+                return index, bodies
+        return None
+
+    def _begun_again(self, bodies: set[Body]) -> bool:
+        return any(
+            entry["attempt"] > attempt
+            for run, sequence, effect, attempt in bodies
+            for entry in self.effects.entries(effect, run=run, sequence=sequence)
+        )
 
     def _replace(self, index: int, end: Callable[[WorkerProcess], None]) -> None:
         if index in self.paused:
@@ -221,18 +279,44 @@ class Chaos:
         self.workers[index] = self._worker()
 
     def _resume(self) -> None:
-        for index in self.paused:
+        for index in list(self.paused):
             os.killpg(self.workers[index].pid, signal.SIGCONT)
         self.paused.clear()
 
-    def _messages(self, statement: str) -> None:
-        """Do something to a message that nobody holds."""
-        if chaos_app.REDIS in self.environment:
-            return
-        numbers = [row[0] for row in self.store.read(lambda tx: tx.all("SELECT id FROM {messages} WHERE state <> 3"))]
-        if numbers:
+    def _lose_or_double(self, kind: str) -> bool:
+        """Do that to a message that waits; with a database also to one that somebody holds."""
+        if isinstance(self.broker, DatabaseBroker):
+            state = "state <> 3" if kind == "double" else "state < 2"
+            numbers = [row[0] for row in self.store.read(lambda tx: tx.all(f"SELECT id FROM {{messages}} WHERE {state}"))]
+            if not numbers:
+                return False
+            statement = (
+                "INSERT INTO {messages} (queue, state, priority, available_at, attempts, actor, message_id, enqueued_at, message) "
+                "SELECT queue, 0, priority, available_at, 0, actor, message_id, enqueued_at, message FROM {messages} WHERE id = ?"
+            )
+            if kind == "drop":
+                statement = "DELETE FROM {messages} WHERE id = ? AND state < 2"
             chosen = self.dice.choice(numbers)
-            self.store.write(lambda tx: tx.run(statement, (chosen,)))
+            return bool(self.store.write(lambda tx: tx.run(statement, (chosen,))))
+        try:
+            message = eventually(self._take, 0.5)
+        except AssertionError:  # everything is in somebody's hands
+            return False
+        for _ in range(2 if kind == "double" else 0):
+            self.broker.enqueue(message)
+        return True
+
+    def _take(self) -> Message[Any] | None:
+        """A message out of the queue of another broker."""
+        if isinstance(self.broker, RedisBroker):
+            client, key = self.broker.client, f"{self.broker.namespace}:default"
+            number = client.lpop(key)
+            body = None if number is None else client.hget(f"{key}.msgs", number)
+            client.hdel(f"{key}.msgs", number or b"")
+        else:
+            channel: Any = self.broker.channel  # type: ignore[attr-defined]
+            _, _, body = channel.basic_get("default", auto_ack=True)
+        return None if body is None else Message.decode(body)
 
     def answer(self, run: FlowHandle[Any]) -> None:
         """Send a run the signals that it waits for."""
@@ -247,7 +331,6 @@ class Chaos:
 
     def settle(self) -> None:
         """The bad day is over: every run comes to its end."""
-        self._resume()
 
         def ended() -> bool:
             self.operator.sweep()
@@ -292,144 +375,7 @@ class Chaos:
             worker.kill()
 
 
-# --- what must hold --------------------------------------------------------------------------------------------------
-
-
-def violations(store: Store, effects: EffectLog) -> list[str]:
-    """Every promise that was broken, in words. Run it when nothing is running any more."""
-    return list(_violations(store, effects))
-
-
-def _violations(store: Store, effects: EffectLog) -> Iterator[str]:
-    told: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
-    for entry in effects:
-        told[entry["run"], entry["sequence"], entry["effect"]].append(entry)
-    runs = {
-        row[0]: row
-        for row in store.read(lambda tx: tx.all("SELECT id, status, rollback, parent_id, wakes, wakes_seen FROM {flow_runs}"))
-    }
-    for run_id, status, rollback, *_ in runs.values():
-        if status not in FLOW_TERMINAL or rollback == "running":
-            yield f"{run_id} has not ended: {status}, rollback {rollback}"
-    yield from _histories(store)
-    steps = store.read(
-        lambda tx: tx.all(
-            "SELECT run_id, sequence, status, attempts, cycle, result, given_up, ended_at FROM {action_runs} ORDER BY run_id, sequence"
-        )
-    )
-    for run_id, sequence, status, attempts, cycle, result, given_up, ended_at in steps:
-        where = f"{run_id} step {sequence}"
-        started, ended = told[run_id, sequence, "work"], told[run_id, sequence, "work ended"]
-        if ended_at is None:
-            yield f"{where} was left {status}"
-        claims = [entry["attempt"] for entry in started]
-        if len(claims) != len(set(claims)):
-            yield f"{where}: one claim ran two bodies: {claims}"
-        if claims and max(claims) > attempts:
-            yield f"{where}: claim {max(claims)} ran, and the row knows of {attempts}"
-        if status == "completed":
-            recorded = json.loads(bytes(result))
-            if recorded["attempt"] != attempts:
-                yield f"{where}: the result is of claim {recorded['attempt']}, the row of claim {attempts}"
-            if not any(entry["attempt"] == attempts and entry["key"] == f"{run_id}:{sequence}:{cycle}" for entry in ended):
-                yield f"{where} is recorded as completed, and its body never ended"
-        elif status in ("failed", "optional_failed") and not given_up:
-            yield f"{where} was left between two tries"
-    yield from _rollbacks(store, told, {(row[0], row[1]): row[2] for row in steps}, runs)
-    yield from _the_rest(store, runs)
-
-
-def _histories(store: Store) -> Iterator[str]:
-    """One outcome per claim that won, one end per run."""
-    counted = store.read(
-        lambda tx: tx.all(
-            "SELECT run_id, type, sequence, attempt, COUNT(*) FROM {flow_events} GROUP BY run_id, type, sequence, attempt"
-        )
-    )
-    ends: dict[str, list[str]] = defaultdict(list)
-    for run_id, word, sequence, attempt, count in counted:
-        if word in ("action.completed", "compensation.completed", "action.started", "compensation.step_started") and count > 1:
-            yield f"{run_id}: {word} {sequence} of claim {attempt} is recorded {count} times"
-        if word in ("flow.completed", "flow.failed", "flow.cancelled", "flow.expired"):
-            ends[run_id] += [word] * count
-        if word == "compensation.started" and count > 1:
-            yield f"{run_id}: rolled back {count} times"
-    for run_id, words in ends.items():
-        if len(words) > 1:
-            yield f"{run_id} ended {len(words)} times: {words}"
-    twice = store.read(
-        lambda tx: tx.all(
-            "SELECT run_id, sequence, COUNT(*) FROM {flow_events} WHERE type = 'action.completed' GROUP BY run_id, sequence HAVING COUNT(*) > 1"
-        )
-    )
-    for run_id, sequence, count in twice:
-        yield f"{run_id} step {sequence} completed {count} times"
-
-
-def _rollbacks(
-    store: Store,
-    told: dict[tuple[str, int, str], list[dict[str, Any]]],
-    steps: dict[tuple[str, int], str],
-    runs: dict[str, Any],
-) -> Iterator[str]:
-    """Every completed step of a run that was rolled back is undone; level after level, none before the one above has ended."""
-    undone = store.read(
-        lambda tx: tx.all(
-            "SELECT run_id, sequence, level, status, attempts, undoes FROM {compensation_runs} ORDER BY run_id, level"
-        )
-    )
-    rows = {(row[0], row[1]): row for row in undone}
-    with_undo = store.read(lambda tx: tx.all("SELECT run_id, sequence FROM {action_runs} WHERE comp_actor IS NOT NULL"))
-    for run_id, sequence in with_undo:
-        _, status, rollback, *_ = runs[run_id]
-        if rollback == "done" and steps[run_id, sequence] == "completed" and (run_id, sequence) not in rows:
-            yield f"{run_id} step {sequence} completed, the rollback is done, and nobody undid it"
-        if status == "completed" and (run_id, sequence) in rows:
-            yield f"{run_id} completed, and step {sequence} was undone"
-    levels: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for run_id, sequence, level, status, attempts, _ in undone:
-        levels[run_id][level].append(sequence)
-        ended = told[run_id, sequence, "undo ended"]
-        if status == "completed" and not any(entry["attempt"] == attempts for entry in ended):
-            yield f"{run_id}: the undo of step {sequence} is recorded, and its body never ended"
-        if runs[run_id][2] == "done" and status != "completed":
-            yield f"{run_id}: the rollback is done, and the undo of step {sequence} is {status}"
-    for run_id, by_level in levels.items():
-        order = sorted(by_level)
-        for above, below in itertools.pairwise(order):
-            last = [
-                max((entry["at"] for entry in told[run_id, sequence, "undo ended"]), default=0) for sequence in by_level[above]
-            ]
-            first = [entry["at"] for sequence in by_level[below] for entry in told[run_id, sequence, "undo"]]
-            recorded = [
-                min((entry["at"] for entry in told[run_id, sequence, "undo ended"]), default=0) for sequence in by_level[above]
-            ]
-            if first and last and min(first) < max(recorded):
-                yield f"{run_id}: an undo of level {below} began before level {above} had ended"
-
-
-def _the_rest(store: Store, runs: dict[str, Any]) -> Iterator[str]:
-    for table in ("waits", "children", "compensation_runs"):
-        for run_id, sequence, status in store.read(
-            lambda tx, table=table: tx.all(f"SELECT run_id, sequence, status FROM {{{table}}} WHERE ended_at IS NULL")  # type: ignore[misc]
-        ):
-            if table != "compensation_runs" or runs[run_id][2] == "done":
-                yield f"{run_id}: {table} {sequence} was left {status}"
-    used = store.read(
-        lambda tx: tx.all(
-            "SELECT signal_id, COUNT(*) FROM {waits} WHERE signal_id IS NOT NULL GROUP BY signal_id HAVING COUNT(*) > 1"
-        )
-    )
-    for number, count in used:
-        yield f"signal {number} answered {count} waits"
-    for run_id, sequence, child_id, status, policy in store.read(
-        lambda tx: tx.all("SELECT run_id, sequence, child_id, status, close_policy FROM {children}")
-    ):
-        if child_id not in runs:
-            yield f"{run_id}: child {sequence} was never started"
-            continue
-        ended = runs[child_id][1]
-        if status in ("completed", "failed", "expired") and status != ended:
-            yield f"{run_id}: child {sequence} is {status} to its parent, and ended {ended}"
-        if status == "cancelled" and policy != "abandon" and ended == "completed" and runs[run_id][1] != "completed":
-            yield f"{run_id}: child {sequence} was to be closed by its parent, and completed"
+def _is_in(pid: int, worker: WorkerProcess) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid) == worker.pid
+    return False

@@ -40,8 +40,8 @@ MODULES = {
     "events": "events",
     "locks": "locks",
     "flow": "flow builders child_builder groups advice options coroutines retry_policy",
-    "dramatiq": "workflow handle histories query step middleware inline interrupts barriers",
-    "operations": "operations reports report_entries",
+    "dramatiq": "workflow handle histories query step middleware inline interrupts barriers overlaps",
+    "operations": "operations reports report_entries scheduling",
 }
 
 #: package from elsewhere -> where it may be imported (rooms, or files). What is not listed may be imported anywhere.
@@ -71,7 +71,7 @@ OUTSIDE: dict[str, str] = {
 FIXED_SIGNATURES = re.compile(r"(before|after)_\w+|add|incr|decr|incr_and_sum|consume|enqueue|requeue|join|signal_flow")
 
 #: Modules whose functions users call by the module's name.
-CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "histories.py"}
+CALLED_BY_USERS = {"codec.py", "events.py", "operations.py", "histories.py", "scheduling.py"}
 
 #: The machine's clock is read in the first; the second compares it with the server's.
 CLOCKS = {"clock.py", "store/clocks.py"}

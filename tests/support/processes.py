@@ -20,10 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """A Python process of the test's own: ``python *arguments``, with this checkout importable."""
+    """A Python process of the test's own: ``python *arguments``, with this checkout importable; ``wrapper`` is the command that runs it."""
 
     def __init__(
-        self, arguments: Sequence[str], *, output: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        output: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
@@ -36,7 +42,7 @@ class Process:
         self.output_path = output
         with output.open("wb") as sink:
             self._popen = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*wrapper, sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -131,12 +137,13 @@ class WorkerProcess(Process):
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
         command = ["-m", "dramatiq", module, "--processes", str(processes), "--threads", str(threads), *arguments]
         if queues:
             command += ["--queues", *queues]
         self.processes = processes
-        super().__init__(command, output=output, env=env, cwd=cwd)
+        super().__init__(command, output=output, env=env, cwd=cwd, wrapper=wrapper)
 
     def wait_ready(self, timeout: float = DEADLINE) -> None:
         """Returns once every worker process consumes its queues."""

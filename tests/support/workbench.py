@@ -25,6 +25,7 @@ from dramatiq_saga.engine.core import Engine, Sender
 from dramatiq_saga.engine.drive import Driven, drive
 from dramatiq_saga.recovery.sweep import SweepReport, sweep
 from dramatiq_saga.step import OPTION
+from tests.support.locks import chosen
 from tests.support.waiting import eventually
 
 Body = Callable[..., Any]
@@ -51,7 +52,7 @@ class Workbench:
         )
         self.joins = joins
         self.broker: Broker = DatabaseBroker(database, prefix=prefix, clock=self.clock) if joins else StubBroker()
-        self.middleware = SagaMiddleware(None if joins else database, settings=self.settings)
+        self.middleware = SagaMiddleware(None if joins else database, settings=self.settings, locks=chosen())
         self.broker.add_middleware(self.middleware)
         self.engine.store.clock = self.clock
         self.engine.store.migrate()

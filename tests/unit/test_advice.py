@@ -65,6 +65,73 @@ def test_a_reclaim_window_above_the_time_limit_is_not(broker: SQLiteBroker) -> N
     assert advice_on(broker, {"max_retries": 1}) == []
 
 
+def reclaim_advice(broker: SQLiteBroker, describe: Callable[..., Any], runs: int = 2) -> list[tuple[str, int, int]]:
+    """Who was warned about, with which window and limit, while a step (or a child) described so ran; its undo is ``undo``."""
+
+    @dramatiq.actor(broker=broker, max_retries=0, time_limit=90_000)
+    def charge() -> str:
+        return "charged"
+
+    @dramatiq.actor(broker=broker, max_retries=0, time_limit=120_000)
+    def undo() -> None: ...
+
+    @workflow(broker=broker)
+    def inner(flow: Flow) -> str:
+        return "done"
+
+    @workflow(broker=broker)
+    def outer(flow: Flow) -> None:
+        describe(flow, charge, undo, inner)
+
+    with capture_logs() as lines:
+        for _ in range(runs):
+            assert outer.run_sync().status is FlowStatus.COMPLETED
+    return [(line["actor"], line["reclaim_stale_after_seconds"], line["time_limit_ms"]) for line in lines]
+
+
+def test_each_window_of_an_actor_is_warned_about_once(broker: SQLiteBroker) -> None:
+    """RECLAIM-7, RECLAIM-2: when a row is scheduled with it; not only the first that the actor was ever given."""
+
+    def two(flow: Flow, charge: Any, undo: Any, inner: Any) -> None:
+        for seconds in (900, 90, 91, 30):
+            flow.action(charge).reclaim_stale_after(seconds).run()
+        flow.action(charge).enable_stale_reclaim(False).run()
+
+    assert reclaim_advice(broker, two) == [("charge", 90, 90_000), ("charge", 30, 90_000)]
+
+
+@pytest.mark.parametrize(
+    "describe",
+    [
+        lambda flow, charge, undo, inner: flow.action(charge).compensate_with(undo).reclaim_compensation_stale_after(120).run(),
+        lambda flow, charge, undo, inner: (
+            flow.action(charge).compensate_with(lambda made: undo.message()).reclaim_compensation_stale_after(120).run()
+        ),
+    ],
+)
+def test_a_compensations_window_within_its_time_limit_is_warned_about(broker: SQLiteBroker, describe: Any) -> None:
+    """RECLAIM-7, RECLAIM-1: compensations have a window of their own."""
+    assert reclaim_advice(broker, describe) == [("undo", 120, 120_000)]
+
+
+@pytest.mark.parametrize(
+    "describe",
+    [
+        lambda flow, charge, undo, inner: flow.child(inner).compensate_with(undo).run(),
+        lambda flow, charge, undo, inner: flow.child(inner).compensate_with(lambda made: undo.message()).run(),
+    ],
+)
+def test_so_is_that_of_a_childs_compensation(sqlite_path: Path, describe: Any) -> None:
+    """RECLAIM-7: it has the configured one."""
+    settings = {"sagas.reclaim.stale_running.enabled": True, "sagas.reclaim.stale_running.after_seconds": 60}
+    broker = SQLiteBroker(sqlite_path)
+    broker.add_middleware(SagaMiddleware(settings=Settings.from_mapping(settings)))
+    try:
+        assert reclaim_advice(broker, describe) == [("undo", 60, 120_000)]
+    finally:
+        broker.close()
+
+
 def test_a_broken_logger_fails_no_run(broker: SQLiteBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Callable[..., Any]:
         raise RuntimeError("no logs today")

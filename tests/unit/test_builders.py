@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -138,6 +140,17 @@ def test_an_actor_whose_signature_python_cannot_tell_is_not_judged(broker: StubB
     """API Action builder: a builtin, for example."""
     actor = dramatiq.actor(max, broker=broker, actor_name="largest")
     assert json.loads(bind(actor, (1, 2), {})) == [[1, 2], {}]
+
+
+def test_what_is_known_of_an_actor_does_not_keep_it() -> None:
+    """C61: a suite makes an application for each test; each is gone with its test."""
+    broker = StubBroker()
+    actor = dramatiq.actor(lambda order: order, broker=broker, actor_name="mortal")
+    bind(actor, ("o",), {})
+    gone = weakref.ref(actor.fn)
+    del actor, broker
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_wrapper_of_a_decorator_is_seen_through(broker: StubBroker) -> None:

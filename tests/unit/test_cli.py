@@ -598,12 +598,31 @@ def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
     assert "running: try 2 of 4 since " in running
     assert "and nothing will ever reclaim it (reclaim is off for it)" in running
     assert "worker w-1, claim 2" in running
-    shop.sql("UPDATE saga_action_runs SET worker_id = 'beat:w-1' WHERE sequence = 3")
-    assert "may be claimed again once its worker is not heard from for the lease" in shop("show", run.id).out  # RECLAIM-5
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 9999999999999 WHERE sequence = 3")
     assert "may be claimed again at 2286-11-20 17:46:39.999Z (in " in shop("show", run.id).out
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 1 WHERE sequence = 3")
     assert "may be claimed again since 1970-01-01 00:00:00.001Z" in shop("show", run.id).out
+
+
+def test_show_tells_who_is_at_a_step_and_when_that_was_heard_from(shop: Shop) -> None:
+    """RECLAIM-5: in the future, so that the worker lives however slow the machine is. The application has leases off."""
+    run = shop.failed_once()
+    shop.sql("UPDATE saga_action_runs SET status = 'running', worker_id = 'beat:w-1', attempts = 2 WHERE sequence = 3")
+    shop.sql("INSERT INTO saga_workers (id, host, pid, started_at, seen_at) VALUES ('beat:w-1', 'w', 1, 1, 9999999900000)")
+    assert "and nothing will ever reclaim it" in shop("show", run.id).out
+    shown = shop.plainly("--database", "shop.db", "show", run.id)
+    assert "worker w-1, claim 2, last heard from 2286-11-20 17:45:00.000Z (in " in shown.out
+    assert "may be claimed again at 2286-11-20 17:46:00.000Z (in " in shown.out
+    assert " unless its worker is heard from\n" in shown.out
+    value = shop.plainly("--database", "shop.db", "--json", "show", run.id).value["steps"][2]
+    assert (value["worker_seen_at"], value["lease_ends_at"]) == ("2286-11-20T17:45:00.000Z", "2286-11-20T17:46:00.000Z")
+    shop.sql("UPDATE saga_workers SET seen_at = 1")
+    assert (
+        "may be claimed again since 1970-01-01 00:01:00.001Z, because its worker is silent"
+        in shop.plainly("--database", "shop.db", "show", run.id).out
+    )
+    shop.sql("DELETE FROM saga_workers")
+    assert "may be claimed again now, because its worker is silent" in shop.plainly("--database", "shop.db", "show", run.id).out
 
 
 def test_show_tells_a_rollback_beside_the_steps_that_it_undoes(shop: Shop) -> None:
@@ -961,12 +980,43 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
 
 
+def test_kick_says_what_a_run_waits_for_that_nothing_is_sent_for(shop: Shop) -> None:
+    """KICK-1: a child run, a signal, a moment."""
+    run_id = shop("send", "campaign").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.children())
+    [child] = run.children()
+    shop.work_until(lambda: get_flow(child.child_id, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", run.id)
+    assert done.lines[1].startswith("  child 1 (newsletter, running): left alone: it is a run of its own")
+    napping = shop("send", "lenient").out.strip()
+    shop.work_until(lambda: get_flow(napping, broker=shop.module.broker).status == "waiting")
+    done = shop("kick", napping)
+    assert done.lines[1].startswith("  wait 2 (timer, waiting): left alone: it ends at 20")
+
+
 def test_kick_of_a_run_that_has_ended_does_nothing_and_says_so(shop: Shop) -> None:
     run = shop.start()
     run.cancel()
     done = shop("kick", run.id)
     assert done.status == 0
-    assert done.out == f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done\n"
+    said = f"run {run.id} of checkout is cancelled: it has ended, so there is nothing to kick; nothing was done; its work is begun anew by"
+    assert done.lines == [f"{said} a new run: dramatiq-saga send checkout"]
+
+
+def test_an_expired_run_stays_expired_and_a_new_one_has_a_deadline_of_its_own(shop: Shop) -> None:
+    """C38, STATUS-1: a kick does not wake it, and says what does its work; the new run is not expired by the old one's deadline."""
+    assert shop("sweep").status == 0
+    send = shop.module.checkout.send_with_options
+    run = send(args=("order-1",), expires_in=0.001)
+    eventually(lambda: shop("sweep").status == 0 and run.status == "expired")
+    assert "a new run: dramatiq-saga send checkout" in shop("kick", run.id).out
+    again = send(args=("order-1",), expires_in=3600)
+    assert shop("sweep").status == 0
+    assert (run.status, again.status) == ("expired", "pending")
+    old, new = (shop.sql("SELECT expires_at FROM saga_flow_runs WHERE id = ?", one.id)[0][0] for one in (run, again))
+    assert new > old + 3_599_000
 
 
 def test_resume_rollback_goes_on_with_what_has_halted(shop: Shop) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -556,50 +555,6 @@ def test_history_and_listeners_learn_of_a_message_sent_again(bench: Workbench) -
     assert [(event.type, event.sequence, event.detail) for event in run.events()][-1] == (
         "action.redispatched", 1, "R1: its message is lost",
     )  # fmt: skip
-
-
-# --- what it costs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("analyzed", [False, True], ids=["without-statistics", "with-statistics"])
-def test_a_sweep_reads_live_rows_only(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, analyzed: bool) -> None:
-    """C56: every listing and every count of a sweep is served by an index that holds live rows, whatever has finished."""
-    bench = make_bench()
-    for _ in range(3):
-        bench.send()
-    if analyzed:
-        bench.engine.store.write(lambda tx: tx.run("ANALYZE"))
-    statements: list[tuple[str, Any]] = []
-    plain = bench.engine.store.read
-
-    def listening(operation: Callable[[Any], Any]) -> Any:
-        def through(tx: Any) -> Any:
-            class Listener:
-                dialect = tx.dialect
-
-                def all(self, sql: str, params: Any = ()) -> Any:
-                    statements.append((sql, params))
-                    return tx.all(sql, params)
-
-                def one(self, sql: str, params: Any = ()) -> Any:
-                    statements.append((sql, params))
-                    return tx.one(sql, params)
-
-            return operation(Listener())
-
-        return plain(through)
-
-    monkeypatch.setattr(bench.engine.store, "read", listening)
-    bench.sweep()
-    doctor.candidates(bench.engine)
-    monkeypatch.setattr(bench.engine.store, "read", plain)
-    assert len(statements) > 20
-    live = ("action_live", "comp_live", "flow_unseen", "flow_held", "wait_due", "action_expiry", "flow_expiry")
-    for sql, params in statements:
-        steps = [row[3] for row in plain(lambda tx, sql=sql, params=params: tx.all("EXPLAIN QUERY PLAN " + sql, params))]
-        scans = [step for step in steps if step.startswith("SCAN") and not any(name in step for name in live)]
-        assert scans == [], (sql, steps)
-        assert any(name in steps[0] for name in live), (sql, steps)
 
 
 # --- on every database -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -81,6 +82,67 @@ def test_a_sweep_takes_a_batch_the_oldest_first_and_only_live_runs(make_bench: M
         rows = desk.engine.store.read(lambda tx: tx.all("SELECT run_id FROM {waits} WHERE status = 'timed_out'"))
         assert {run_id for (run_id,) in rows} == {run.id for run in runs[1 : 1 + sum(ended)]}
     assert ended == [2, 2, 0]
+
+
+def test_a_long_downtime_is_caught_up_batch_by_batch_and_the_line_says_how_late(make_bench: MakeBench) -> None:
+    """C37: 40 timers, 10 timeouts and 5 run deadlines, some of one run, have passed; no sweep takes on more than a batch of each kind,
+    and each fires once."""
+    desk = make_bench(settings=Settings.from_mapping({"monitor.expiration.batch_size": 10}))
+
+    def waits(flow: Any, what: str) -> Any:
+        if what == "timeout":
+            with suppress(SignalTimeoutError):
+                flow.await_signal("never", wait_seconds=60)
+            return
+        flow.sleep(60)
+        if what == "doomed":
+            flow.await_signal("never")
+
+    desk.flow_function = waits
+    runs = [desk.send(what) for what, count in (("nap", 35), ("timeout", 10)) for _ in range(count)]
+    runs += [desk.send("doomed", expires_in=120) for _ in range(5)]
+    for run in runs:
+        desk.drive(run)
+    desk.lose_messages()
+    desk.advance(7200)
+    reports = [desk.sweep()]
+    while reports[-1].monitor.timed_out or reports[-1].monitor.expired_runs:
+        reports.append(desk.sweep())
+    assert "up to 7140 seconds late" in reports[0].line()
+    assert [report.monitor.late_ms for report in reports] == [7_140_000] * (len(reports) - 1) + [0]
+    assert all(report.monitor.timed_out <= 15 for report in reports)  # ten of all waits, and those of the overdue runs
+    assert sum(report.monitor.timed_out for report in reports) == 50
+    assert sum(report.monitor.expired_runs for report in reports) == 5
+    desk.work_until(lambda: all(run.status in ("completed", "expired") for run in runs))
+    assert [run.status for run in runs] == ["completed"] * 45 + ["expired"] * 5
+
+
+def test_what_is_overdue_in_one_run_ends_in_due_order(make_bench: MakeBench) -> None:
+    """C37, EXPIRE-1: three steps and then the run, in the order of their moments, whatever the order of the steps."""
+    desk = make_bench()
+
+    def late(flow: Any, traveller: str) -> Any:
+        flow.parallel(
+            *[flow.optional_action(desk.actors["pay"], seconds).expires_in(seconds) for seconds in (30, 10, 20)]
+        ).run()
+        return flow.await_signal("never")
+
+    desk.flow_function = late
+    run = desk.send(expires_in=40)
+    desk.drive(run)
+    desk.lose_messages()
+    desk.advance(7200)
+    assert desk.sweep().monitor.expired_steps == 3
+    ended = desk.engine.store.read(
+        lambda tx: tx.all(
+            "SELECT e.type, a.expires_at FROM {flow_events} e LEFT JOIN {action_runs} a ON a.run_id = e.run_id "
+            "AND a.sequence = e.sequence WHERE e.run_id = ? AND e.type IN ('action.expired', 'flow.expired') ORDER BY e.id",
+            (run.id,),
+        )
+    )
+    assert [word for word, _ in ended] == ["action.expired"] * 3 + ["flow.expired"]
+    moments = [moment for _, moment in ended[:3]]
+    assert moments == sorted(moments)
 
 
 def test_one_run_that_goes_wrong_does_not_end_the_sweep(desk: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

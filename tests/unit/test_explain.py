@@ -12,6 +12,7 @@ import pytest
 from dramatiq_saga import Flow, FlowHandle, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.cli.explain import _lines, _stuck_lines
+from dramatiq_saga.clock import to_iso
 from dramatiq_saga.errors import FlowNotFoundError
 from dramatiq_saga.operations import MAX_STUCK, Operator
 from dramatiq_saga.recovery.explain import Explanation, Reason
@@ -65,16 +66,29 @@ def scheduled(bench: Workbench) -> FlowHandle[Any]:
     return run
 
 
-def claimed(bench: Workbench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
+def claimed(bench: Workbench, *, reclaim_in: int | None = None, worker: str = "host-7") -> FlowHandle[Any]:
     """A run whose first step a worker has claimed that is no more."""
     run = scheduled(bench)
     bench.lose_messages()
     bench.write(
-        "UPDATE {action_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = 'host-7', reclaim_stale_at = ? "
+        "UPDATE {action_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = ?, reclaim_stale_at = ? "
         "WHERE run_id = ?",
-        bench.clock.now(), None if reclaim_in is None else bench.clock.now() + reclaim_in * SECOND, run.id,
+        bench.clock.now(), worker, None if reclaim_in is None else bench.clock.now() + reclaim_in * SECOND, run.id,
     )  # fmt: skip
     return run
+
+
+def claimed_under_a_heartbeat(bench: Workbench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
+    """The same by a worker that has been heard from at that moment, and then no more."""
+    bench.write(
+        "INSERT INTO {workers} (id, host, pid, started_at, seen_at) VALUES ('beat:host-7-1f', 'host', 7, ?, ?)",
+        bench.clock.now(), bench.clock.now(),
+    )  # fmt: skip
+    return claimed(bench, worker="beat:host-7-1f", reclaim_in=reclaim_in)
+
+
+def leases(**more: Any) -> Settings:
+    return Settings.from_mapping({"reclaim.dead_workers.enabled": True, **more})
 
 
 def fail(*_: Any) -> Any:
@@ -262,6 +276,129 @@ def test_a_running_step_without_a_deadline_needs_a_human_after_an_hour(joined: W
     assert reason.stuck
     assert f"dramatiq-saga cancel {run.id} --compensate, or --keep" in reason.advice[0]
     assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
+
+
+# --- a lease behind it (RECLAIM-5) -----------------------------------------------------------------------------------
+
+
+def test_a_step_on_a_living_worker_names_it_and_says_when_it_was_heard_from(make_bench: MakeBench) -> None:
+    """RECLAIM-5: who holds it, when that was last heard from, when the lease ends, and what acts if it falls silent."""
+    bench = make_bench(settings=leases(**{"repair.enabled": True}))
+    run, began = claimed_under_a_heartbeat(bench), bench.clock.now()
+    bench.advance(59)
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.worker, reason.lost, reason.stuck) == ("step_running", "beat:host-7-1f", False, False)
+    assert reason.text == "running on worker host-7-1f (claim 1, try 1), whose lease holds, since"
+    ends = began + 60 * SECOND
+    assert acts(reason) == {"worker": (began, True), "lease": (ends, False), "R3": (ends, True)}
+    assert [act.text.startswith("unless its worker is heard from") for act in reason.acts] == [False, True, True]
+    assert reason.advice == ()
+    plain = reason.as_dict()
+    assert (plain["worker_seen_at"], plain["lease_ends_at"]) == (to_iso(began), to_iso(ends))
+
+
+def test_a_step_on_a_dead_worker_says_what_takes_it_over(make_bench: MakeBench) -> None:
+    """RECLAIM-5: the doctor, where its message is lost; the message, where there is one."""
+    bench = make_bench(settings=leases(**{"repair.enabled": True}))
+    run, ends = claimed_under_a_heartbeat(bench), bench.clock.now() + 60 * SECOND
+    bench.advance(60)
+    reason = deciding(bench, run)
+    assert "whose lease is over" in reason.text
+    assert (reason.lost, reason.stuck, acts(reason)) == (True, False, {"lease": (ends, False), "R3": (ends, True)})
+    assert f"kick {run.id}" in reason.advice[0]
+    bench.sweep()
+    reason = deciding(bench, run)
+    assert (reason.lost, acts(reason)["lease"]) == (False, (ends, True))
+    assert "see that workers of queue default run" in reason.advice[0]
+    assert list_stuck(bench).runs == ()
+
+
+def test_an_undo_on_a_living_worker_is_told_alike(make_bench: MakeBench) -> None:
+    """RECLAIM-5 for compensations."""
+    bench = make_bench(settings=leases(**{"repair.enabled": True}))
+    run, ends = rolling_back(bench), bench.clock.now() + 60 * SECOND
+    claimed_under_a_heartbeat(bench)
+    bench.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = 'beat:host-7-1f' "
+        "WHERE run_id = ? AND sequence = 2",
+        bench.clock.now(), run.id,
+    )  # fmt: skip
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.lease and reason.lease.ends_at) == ("undo_running", ends)
+    assert "whose lease holds" in reason.text
+    undo = operator(bench).show_run(run.id).steps[1].compensation
+    assert undo is not None
+    assert undo.lease == reason.lease
+    bench.advance(60)
+    assert "whose lease is over" in deciding(bench, run).text
+
+
+def test_a_worker_whose_heartbeat_row_is_gone_counts_as_dead(make_bench: MakeBench) -> None:
+    """RECLAIM-5."""
+    bench = make_bench(settings=leases())
+    run = claimed(bench, worker="beat:gone")
+    reason = deciding(bench, run)
+    assert acts(reason)["lease"] == (None, False)
+    assert "may take it, when its message is delivered, now" in text(bench, run)
+    assert reason.as_dict()["lease_ends_at"] is None
+
+
+def test_a_reclaim_deadline_counts_beside_the_lease(make_bench: MakeBench) -> None:
+    """RECLAIM-1, RECLAIM-5: each dial for itself; a passed deadline frees the row of a worker that is heard from."""
+    bench = make_bench(settings=leases(**{"repair.enabled": True}))
+    run, began = claimed_under_a_heartbeat(bench, reclaim_in=30), bench.clock.now()
+    assert acts(deciding(bench, run)) == {
+        "worker": (began, True), "lease": (began + 60 * SECOND, False), "reclaim": (began + 30 * SECOND, False),
+        "R3": (began + 30 * SECOND, True),
+    }  # fmt: skip
+    assert deciding(bench, run).advice == ()
+    later = claimed(bench, worker="beat:host-7-1f", reclaim_in=HOUR)
+    assert acts(deciding(bench, later))["R3"] == (began + 60 * SECOND, True)
+    assert deciding(bench, later).acts[-1].text.startswith("unless its worker is heard from")
+    bench.advance(30)
+    assert deciding(bench, run).lost
+    assert f"kick {run.id}" in deciding(bench, run).advice[0]
+
+
+def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench: MakeBench) -> None:
+    """RECLAIM-4, RECLAIM-5: a step of many hours on a living worker needs nobody, nor does a dead one's while R3 is on."""
+    bench = make_bench(settings=leases())
+    repairing = Settings.from_mapping({"repair.enabled": True}, base=leases())
+    run = claimed_under_a_heartbeat(bench)
+    bench.advance(HOUR)
+    bench.write("UPDATE {workers} SET seen_at = ?", bench.clock.now())
+    bench.advance(HOUR + 59)
+    assert list_stuck(bench).runs == ()
+    bench.advance(1)
+    (found,) = list_stuck(bench).runs
+    assert (found.run_id, found.kind, found.advice) == (run.id, "not_taken_over", "see that workers run, then kick")
+    assert "step 1 book_hotel is running on host-7-1f; free to be taken over for an hour" in found.reason
+    assert deciding(bench, run).stuck
+    assert Operator(bench.engine.store, settings=repairing).stuck().runs == ()
+
+
+def test_a_passed_deadline_that_nothing_comes_for_is_stuck_too(make_bench: MakeBench) -> None:
+    """RECLAIM-3, RECLAIM-4: with the doctor off, an hour after the deadline."""
+    bench = make_bench(settings=Settings())
+    run = claimed(bench, reclaim_in=60)
+    bench.advance(HOUR + 59)
+    assert list_stuck(bench).runs == ()
+    bench.advance(1)
+    assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")]
+
+
+def test_a_claim_under_a_heartbeat_is_never_reclaimed_with_leases_off(joined: Workbench, tmp_path: Path) -> None:
+    """RECLAIM-4, RECLAIM-5: and the dial is named. Without the application leases are taken to be on, because its worker has them on."""
+    run = claimed_under_a_heartbeat(joined)
+    joined.advance(HOUR)
+    assert deciding(joined, run).stuck
+    assert "leases are off (reclaim.dead_workers.enabled)" in text(joined, run)
+    assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
+    alone = Operator.on_database(tmp_path / "bench-0.db")
+    try:
+        assert "whose lease is over" in alone.why(run.id).reasons[0].text
+    finally:
+        alone.close()
 
 
 def test_a_wait_for_a_signal_is_told_with_and_without_a_deadline(joined: Workbench) -> None:
@@ -619,6 +756,12 @@ def test_every_statement_works_on_every_database(database_url: str, table_prefix
     stiff = held(bench)
     assert deciding(bench, stiff).kind == "held"
     assert set(kinds(list_stuck(bench))) == {(fallen.id, "halted"), (stiff.id, "held"), (never.id, "never_reclaimed")}
+    silent = claimed_under_a_heartbeat(bench)
+    bench.advance(2 * HOUR)
+    alone = Operator(bench.engine.store, settings=leases())
+    assert (silent.id, "not_taken_over") in kinds(alone.stuck())
+    assert alone.why(silent.id).reasons[0].lease is not None
+    assert alone.show_run(silent.id).steps[0].lease is not None
 
 
 def test_messages_are_looked_for_in_the_brokers_own_database(tmp_path: Path) -> None:

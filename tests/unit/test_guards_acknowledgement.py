@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dramatiq
@@ -78,11 +80,16 @@ def test_three_deletes_are_all_that_a_message_gets(guarded: Guarded) -> None:
     assert guarded.faults.count("DELETE") == 3
 
 
+def a_clock(**replaced: Callable[..., Any]) -> SimpleNamespace:
+    """For the guard alone: other threads of this process go by the machine's."""
+    return SimpleNamespace(**{"monotonic": time.monotonic, "sleep": time.sleep, **replaced})
+
+
 def test_no_delete_begins_after_the_window_has_closed(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A4, E2: none admitted after 5 s (monotonic), whatever is left of the statements."""
     consumer, proxy = guarded.delivered()
     moments = iter([100.0, 105.1, 105.2, 105.3])
-    monkeypatch.setattr(sqlite.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(sqlite, "time", a_clock(monotonic=lambda: next(moments)))
     guarded.faults.arm("DELETE", times=99)
     with pytest.raises(WriteRefusedError):
         consumer.ack(proxy)
@@ -93,7 +100,7 @@ def test_a_delete_inside_the_window_is_admitted(guarded: Guarded, monkeypatch: p
     """A4: the other side of the boundary."""
     consumer, proxy = guarded.delivered()
     moments = iter([100.0, 104.9, 104.9, 104.9, 104.9])
-    monkeypatch.setattr(sqlite.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(sqlite, "time", a_clock(monotonic=lambda: next(moments)))
     guarded.faults.arm("DELETE", times=1)
     consumer.ack(proxy)
     assert guarded.faults.count("DELETE") == 2
@@ -105,7 +112,7 @@ def test_attempts_that_never_reached_the_delete_use_the_window_with_growing_paus
     """E4: more proven-rollback attempts in the same window, with capped backoff: refused at BEGIN, no DELETE was spent."""
     consumer, proxy = guarded.delivered()
     pauses: list[float] = []
-    monkeypatch.setattr(sqlite.time, "sleep", pauses.append)
+    monkeypatch.setattr(sqlite, "time", a_clock(sleep=pauses.append))
     guarded.faults.arm("BEGIN IMMEDIATE", times=12)
     consumer.ack(proxy)
     assert rows(guarded.broker) == []

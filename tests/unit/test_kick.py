@@ -155,6 +155,35 @@ def test_a_run_that_has_ended_is_left_as_it_is(bench: Workbench) -> None:
     assert bench.asked() == []
 
 
+def test_what_a_run_waits_for_is_in_the_report(bench: Workbench) -> None:
+    """KICK-1: nothing is sent for a signal or a moment, and the report says what ends it."""
+
+    def waits(flow: Any, traveller: str) -> Any:
+        if traveller == "ada":
+            return flow.await_signal("papers", wait_seconds=60)
+        return flow.sleep(60) if traveller == "bob" else flow.await_signal("papers")
+
+    bench.flow_function = waits
+    runs = [bench.send(*who) for who in (("ada",), ("bob",), ("cyd",))]
+    for run in runs:
+        bench.drive(run)
+
+    def told() -> list[tuple[str, int, str, str, str]]:
+        return [
+            (row.kind, row.sequence, row.actor, row.status, (row.left or "").partition("20")[0])
+            for run in runs
+            for row in run.kick().rows
+        ]
+
+    assert told() == [
+        ("wait", 1, "papers", "waiting", "it ends with that signal or, at the latest, at "),
+        ("wait", 1, "timer", "waiting", "it ends at "),
+        ("wait", 1, "papers", "waiting", "it ends with that signal"),
+    ]
+    bench.advance(60)
+    assert [why for *_, why in told()] == ["it has been due since ", "it has been due since ", "it ends with that signal"]
+
+
 def test_a_run_that_is_not_there_is_said_to_be_missing(bench: Workbench) -> None:
     with pytest.raises(FlowNotFoundError):
         kick(bench.engine, "nobody", bench.sender)

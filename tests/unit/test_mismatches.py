@@ -15,7 +15,17 @@ from dramatiq.brokers.stub import StubBroker
 from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.codec import encode, freeze
 from dramatiq_saga.engine.replay import Replay, replay
-from dramatiq_saga.engine.rows import BlockEntry, Entry, Extra, SentSignalEntry, SideEffectEntry, Snapshot, StepEntry, WaitEntry
+from dramatiq_saga.engine.rows import (
+    BlockEntry,
+    ChildEntry,
+    Entry,
+    Extra,
+    SentSignalEntry,
+    SideEffectEntry,
+    Snapshot,
+    StepEntry,
+    WaitEntry,
+)
 from dramatiq_saga.engine.verify import walk
 from dramatiq_saga.errors import HistoryMismatchError
 
@@ -155,3 +165,49 @@ def test_an_end_before_everything_recorded_is_a_mismatch(actors: dict[str, Any],
     with pytest.raises(HistoryMismatchError, match=f"nothing more: it {end}") as caught:
         walk(function, snapshot([left[last]]), Flow, settings=Settings(), now=1)
     assert caught.value.recorded == left[last].describe()
+
+
+# --- whether a run that is held is failing -----------------------------------------------------------------------------
+
+
+def child(number: int, status: str, **facts: Any) -> ChildEntry:
+    return ChildEntry(number, "inner", "c", status, "abandon", **facts)
+
+
+@pytest.mark.parametrize(
+    ("entries", "failing"),
+    [
+        ([], False),
+        ([StepEntry(1, "a", "completed")], False),
+        ([StepEntry(1, "a", "failed")], False),  # between two tries
+        ([StepEntry(1, "a", "failed", given_up=True)], True),
+        ([StepEntry(1, "a", "optional_failed", given_up=True, optional=True)], False),
+        ([StepEntry(1, "a", "expired")], True),
+        ([StepEntry(1, "a", "expired", optional=True)], False),
+        ([StepEntry(1, "a", "failed", given_up=True), StepEntry(2, "b", "running")], False),  # it was caught
+        ([StepEntry(1, "a", "failed", given_up=True), WaitEntry(2, "signal", "go", "consumed", None)], False),
+        ([child(1, "failed")], True),
+        ([child(1, "failed", optional=True)], False),
+        ([child(1, "cancelled", optional=True)], True),  # always raised
+        ([child(1, "completed")], False),
+        (
+            [
+                BlockEntry(1, "parallel", 2),
+                StepEntry(2, "a", "failed", given_up=True, extra=Extra(1, 0)),
+                child(3, "completed", extra=Extra(1, 1)),
+            ],
+            True,
+        ),
+        (
+            [
+                StepEntry(1, "a", "failed", given_up=True),
+                BlockEntry(2, "parallel", 1),
+                StepEntry(3, "a", "completed", extra=Extra(2, 0)),
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_run_is_failing_when_the_last_thing_it_asked_for_has_failed_for_good(entries: list[Entry], failing: bool) -> None:
+    """COMP-3, CHILD-2, OPT-1: then a replay that comes to nothing keeps a rollback waiting."""
+    assert snapshot(entries).is_failing() is failing

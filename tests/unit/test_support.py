@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import servers
+from dramatiq_saga.store.database import open_store
+from tests.support import haste, servers
+from tests.support.application import Places
 from tests.support.effects import EffectLog
 from tests.support.gates import Gates
+from tests.support.haste import make_haste
 from tests.support.processes import Process, WorkerProcess
+from tests.support.stores import add, count
 from tests.support.waiting import eventually
 
 
@@ -191,3 +195,36 @@ def test_this_checkout_is_what_is_tested() -> None:
 
     assert Path(dramatiq_saga.errors.__file__).is_relative_to(Path(__file__).resolve().parents[2])
     assert sys.version_info >= (3, 11)
+
+
+# --- haste -----------------------------------------------------------------------------------------------------------
+
+
+def test_haste_gives_way_to_what_somebody_has_set(tmp_path: Path) -> None:
+    mine = {"PYTEST_DEBUG_TEMPROOT": "/here", "PGOPTIONS": "-c search_path=mine"}
+    environment = dict(mine)
+    make_haste(environment, tmp_path)
+    assert environment == mine
+
+
+def test_haste_keeps_files_in_memory_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
+    monkeypatch.setattr(haste, "ROOM", 0)
+    make_haste(environment, tmp_path)
+    assert environment == {"PYTEST_DEBUG_TEMPROOT": str(tmp_path), "PGOPTIONS": "-c synchronous_commit=off"}
+    small: dict[str, str] = {}
+    monkeypatch.setattr(haste, "ROOM", 2**62)
+    make_haste(small, tmp_path)
+    make_haste(small, tmp_path / "none")
+    assert "PYTEST_DEBUG_TEMPROOT" not in small
+
+
+def test_tables_that_stand_are_empty_again_for_the_next_test(places: Places) -> None:
+    for server in ("postgresql", "mariadb"):
+        url, prefix = places.server(server)
+        store = open_store(url, prefix=prefix)
+        store.write(add("left"))
+        store.close()
+        places.server(server)
+        assert count(store, "left") == 0
+        store.close()

@@ -62,6 +62,21 @@ pytest_plugins = ["dramatiq_saga.testing"]
 HOUR = 3_600_000  # milliseconds, as in Dramatiq's own options
 
 
+class CountedLocks:
+    """An application's back end for overlap locks."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def take(self, key: str, token: str, *, ttl_ms: int, instead_of: str | None = None) -> str:
+        self.asked.append(key)
+        return token
+
+    def release(self, key: str, token: str) -> bool:
+        self.asked.append(key)
+        return True
+
+
 class Shop:
     """An application as a user would write it, in a class so that each test has a new one."""
 
@@ -70,7 +85,8 @@ class Shop:
         self.broker.add_middleware(AsyncIO())
         self.broker.add_middleware(GroupCallbacks(RedisRateLimits(url="redis://localhost:1")))
         self.broker.add_middleware(CurrentMessage())
-        self.middleware = SagaMiddleware(settings=Settings.recommended())
+        self.locks = CountedLocks()
+        self.middleware = SagaMiddleware(settings=Settings.recommended(), locks=self.locks)
         self.broker.add_middleware(self.middleware)
         self.seen: list[str] = []
 
@@ -124,6 +140,15 @@ def test_a_run_completes_without_its_database(shop: Shop, saga: SagaTester) -> N
     assert run.result() == "charge-for-1"
     assert [step.status for step in run.actions()] == ["completed", "completed"]
     assert saga.waiting == []
+
+
+def test_overlap_locks_are_set_aside(shop: Shop, saga: SagaTester) -> None:
+    """LOCK-1: steps, undos and drives, queued and inline; no server is asked."""
+    saga.start(shop.checkout, "nowhere")
+    saga.drain()
+    shop.checkout.run_sync("1")
+    assert shop.seen == ["charged", "refunded", "charged"]
+    assert shop.locks.asked == []
 
 
 def test_a_failed_run_is_undone_and_its_original_exception_is_the_cause(shop: Shop, saga: SagaTester) -> None:

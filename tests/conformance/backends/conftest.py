@@ -18,7 +18,7 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def new_store(database_url: str, table_prefix: str, clock: ManualClock) -> Iterator[OpenStore]:
+def new_store(database_url: str, table_prefix: str, tables_stand: None, clock: ManualClock) -> Iterator[OpenStore]:
     """Opens one more store on this test's tables and clock."""
     stores: list[Store] = []
 

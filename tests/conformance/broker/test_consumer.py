@@ -203,30 +203,6 @@ def test_an_idle_consumer_of_a_server_looks_less_and_less_often() -> None:
     assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.25, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"retry_after": 0}, "retry_after"),
-        ({"retry_after": -1}, "retry_after"),
-        ({"retry_after": float("inf")}, "retry_after"),
-        ({"retry_after": float("nan")}, "retry_after"),
-        ({"retry_after": "60"}, "retry_after"),
-        ({"retry_after": True}, "retry_after"),
-        ({"poll_interval": 0}, "poll_interval"),
-        ({"poll_interval": -0.01}, "poll_interval"),
-        ({"extend_every": 0}, "extend_every"),
-        ({"retry_after": 10, "extend_every": 10}, "extend_every"),
-        ({"retry_after": 10, "extend_every": 6}, "extend_every"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_by_its_name(tmp_path: Any, settings: dict[str, Any], key: str) -> None:
-    """QUEUE-6: refused at start."""
-    with pytest.raises(SettingsError) as refused:
-        SQLiteBroker(tmp_path / "q.db", **settings)
-    assert refused.value.key == key
-    assert key in str(refused.value)
-
-
 def test_the_sqlite_broker_refuses_another_database() -> None:
     with pytest.raises(SettingsError) as refused:
         SQLiteBroker("postgresql://root@127.0.0.1/test")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -492,16 +493,29 @@ def test_a_file_that_is_no_database_is_named_at_the_workers_start(tmp_path: Path
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("what", ["a file", "a folder"])
-def test_a_read_only_database_is_named_at_the_workers_start(tmp_path: Path, what: str) -> None:
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that other users can look into: pytest keeps its own to itself."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("a file", "read-only"), ("a folder", "may read and write it"), ("a folder out of reach", "may read and write it")],
+)
+def test_a_read_only_database_is_named_at_the_workers_start(tmp_path: Path, public_folder: Path, what: str, says: str) -> None:
     """C40: with the path; a process that may not write says so before the first message."""
-    folder = tmp_path / "shop"
+    folder = public_folder / "shop"
     folder.mkdir()
     path = folder / "x.db"
     if what == "a file":
         store = open_store(path)
         store.prepare()
         store.close()
+    if what == "a folder out of reach":
+        public_folder.chmod(0o700)
     code = (
         "import os, sys\n"
         "from dramatiq import Worker\n"
@@ -516,9 +530,6 @@ def test_a_read_only_database_is_named_at_the_workers_start(tmp_path: Path, what
     )
     if os.getuid() != 0:
         pytest.skip("needs to become another user")
-    for part in [path, folder, *folder.parents]:
-        if part.exists() and part != Path("/"):
-            part.chmod(part.stat().st_mode | stat.S_IROTH | (stat.S_IXOTH if part.is_dir() else 0))
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(tmp_path / "other.db")],
         capture_output=True,
@@ -527,7 +538,9 @@ def test_a_read_only_database_is_named_at_the_workers_start(tmp_path: Path, what
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 7, done.stdout + done.stderr
+    assert done.stdout.startswith("BootRefusedError")
     assert "x.db" in done.stdout
+    assert says in done.stdout
 
 
 @pytest.mark.parametrize("url", ["nonsense://x/y", "postgresql://nobody@127.0.0.1:1/none", "mysql://nobody@127.0.0.1:1/none"])

@@ -30,6 +30,7 @@ def cost_of(app: Application, cost: Cost, declared: Any, *args: Any) -> tuple[in
     return cost.transactions, len(cost.work)
 
 
+@pytest.mark.claims_alone
 @pytest.mark.parametrize("limit", [None, 5])
 def test_a_thousand_members_cost_ten_times_what_a_hundred_cost(applications: Applications, limit: int | None) -> None:
     """PAR-4: linear work; the block is driven when it begins and when its last member is settled."""

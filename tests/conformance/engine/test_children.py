@@ -181,6 +181,7 @@ def test_a_child_that_fails_has_undone_its_work_and_fails_its_parent(every_app: 
     assert untold(app) == []
 
 
+@pytest.mark.both_ways
 def test_a_workflow_catches_what_becomes_of_its_children(app: Application) -> None:
     """CHILD-2: the error names the child, its run and its cause; continue_on_failure gives None for failed, never for cancelled."""
     gate = Gate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import peewee
@@ -130,6 +131,24 @@ def test_a_start_vanishes_with_its_host(host: Host) -> None:
         assert app.sql(f"SELECT COUNT(*) FROM {{{table}}}") == [(0,)]
     assert app.messages() == 0
     assert app.calls == []
+
+
+@pytest.mark.parametrize("host", ["postgresql", "redis"], indirect=True)
+def test_a_start_whose_host_was_rolled_back_by_its_commit_sends_nothing(host: Host) -> None:
+    """HOST-1: PostgreSQL answers COMMIT with a rollback, since a statement has failed, and no error; the run never was."""
+    app, one = host.app, quick(host.app)
+    kept = one.send_with_options(delay=3_600_000)
+    before = app.messages()
+    with host.db.atomic():
+        host.insert(1)
+        lost = one.send()
+        assert kept.cancel() is True
+        with suppress(peewee.PeeweeException):
+            host.db.execute_sql("SELECT * FROM no_such_table_anywhere")
+    assert host.rows() == []
+    assert app.messages() == before
+    assert app.sql("SELECT COUNT(*) FROM {flow_runs} WHERE id = ?", lost.id) == [(0,)]
+    assert kept.status == "pending"
 
 
 def test_a_start_two_savepoints_deep_waits_for_the_outermost_commit(host: Host) -> None:

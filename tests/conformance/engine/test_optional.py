@@ -60,7 +60,7 @@ def went_on(bench: Bench, run_id: str) -> None:
 
 
 @pytest.fixture
-def bench_on(database_url: str, table_prefix: str, request: pytest.FixtureRequest) -> Callable[..., Bench]:
+def bench_on(database_url: str, table_prefix: str, tables_stand: None, request: pytest.FixtureRequest) -> Callable[..., Bench]:
     """``bench_on(declare)``: a worker that the test holds in its hands, on each database."""
 
     def make(declare: Declare, **options: Any) -> Bench:

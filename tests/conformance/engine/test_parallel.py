@@ -69,6 +69,7 @@ def statuses(app: Application, run: Any) -> list[str]:
     return [row[0] for row in app.sql("SELECT status FROM {action_runs} WHERE run_id = ? ORDER BY sequence", run.id)]
 
 
+@pytest.mark.both_ways
 def test_results_come_in_the_order_given_whatever_ends_first(app: Application) -> None:
     """PAR-2, PAR-4: members end last first, and the run goes on once, after the last."""
     doors, after = Doors(app), app.step("after", gives="done")

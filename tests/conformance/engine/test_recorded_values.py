@@ -21,7 +21,7 @@ MakeBench = Callable[..., Bench]
 
 
 @pytest.fixture
-def bench_on(database_url: str, table_prefix: str, request: pytest.FixtureRequest) -> MakeBench:
+def bench_on(database_url: str, table_prefix: str, tables_stand: None, request: pytest.FixtureRequest) -> MakeBench:
     """``bench_on(declare)``: a worker that the test holds in its hands, on each database."""
 
     def make(declare: Callable[[Bench], None], **options: Any) -> Bench:

@@ -97,7 +97,7 @@ def wait(bench: Bench, run_id: str, sequence: int = 2) -> tuple[Any, ...] | None
 
 
 @pytest.fixture
-def bench_on(database_url: str, table_prefix: str, request: pytest.FixtureRequest) -> MakeBench:
+def bench_on(database_url: str, table_prefix: str, tables_stand: None, request: pytest.FixtureRequest) -> MakeBench:
     """``bench_on(declare)``: a worker that the test holds in its hands, on each database."""
 
     def make(declare: Declare, **options: Any) -> Bench:

@@ -12,6 +12,7 @@ from dramatiq_saga import CompensationFailurePolicy, Flow, FlowCancelledError, F
 from dramatiq_saga.codec import load_error
 from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.errors import ConcurrentTransitionError, HistoryMismatchError
+from dramatiq_saga.recovery.monitor import monitor
 from tests.support.application import Application, Applications
 from tests.support.bench import Background, Bench
 from tests.support.deploying import deploy
@@ -91,10 +92,13 @@ class Trip:
 
     def __init__(self) -> None:
         self.ran: list[Any] = []
+        self.refused: set[str] = set()
 
     def declare(self, bench: Bench) -> None:
         def book(what: str) -> str:
             self.ran.append(("book", what))
+            if what in self.refused:
+                raise LookupError(f"no {what}")
             return f"no {what}"
 
         def undo(number: str) -> None:
@@ -253,6 +257,59 @@ def test_a_failing_run_whose_undos_the_code_no_longer_builds_is_held_and_nothing
     bench.run()
     assert bench.status(run) == "failed"
     assert trip.ran[2:] == [("undo", "no hotel"), ("undo", "flight")]
+
+
+def _breaks_off(trip: Trip, flow: Flow) -> None:
+    flow.action(trip.book, "flight").compensate_with(trip.undo, "flight").run()
+    raise ValueError("no longer sold")
+
+
+@pytest.mark.parametrize("code", [_mismatch, _broken_builder, _breaks_off])
+def test_a_failing_run_that_cannot_be_planned_is_told_of_and_held_off_twice_as_long_each_time(by_hand: Any, code: Any) -> None:
+    """COMP-3, EXPIRE-2, ANOM-1: its step has failed for good while the code did not fit; nothing is committed. With code that fits,
+    everything is undone."""
+    trip = Trip()
+    trip.refused.add("car")
+    bench = by_hand(trip.declare)
+    run = bench.start("trip")
+    for _ in range(3):
+        bench.deliver(bench.take())
+    deploy(bench.engine, "trip", lambda flow: code(trip, flow))
+    bench.runner.give_up(bench.deliver(bench.take()))
+    bench.sender.queue.clear()  # the drive that it is woken for has taken place
+    assert bench.steps(run)[2] == ("book", "failed")
+    told = ("replan_incomplete", {"missing": 2}) if code is _breaks_off else ("replan_failed", {})
+    windows = []
+    for count in range(1, 4):
+        lines = [line for line in bench.anomalies.lines if line[0].startswith("replan")]
+        assert len(lines) == count
+        assert lines[-1][0] == told[0]
+        assert {"run_id": run, "workflow": "trip", **told[1]}.items() <= lines[-1][1].items()
+        assert bench.one("SELECT status, rollback, hold_count FROM {flow_runs} WHERE id = ?", run) == ("waiting", "none", count)
+        assert bench.undos(run) == []
+        [until] = bench.one("SELECT hold_until FROM {flow_runs} WHERE id = ?", run)
+        windows.append((until - bench.engine.now()) // 1000)
+        bench.engine.clock.advance(windows[-1])
+        assert monitor(bench.engine, bench.sender).held_again == 1
+    assert windows == [60, 120, 240]
+    deploy(bench.engine, "trip", trip.trip)
+    bench.engine.clock.advance(480)
+    assert monitor(bench.engine, bench.sender).resumed == 1
+    bench.run()
+    assert bench.status(run) == "failed"
+    assert trip.ran[3:] == [("undo", "no hotel"), ("undo", "flight")]
+
+
+def test_a_run_that_is_held_without_having_failed_is_no_rollback_that_is_due(by_hand: Any) -> None:
+    """ANOM-1, HISTORY-1: an ordinary mismatch is told by the log line of held runs, and by no anomaly."""
+    trip = Trip()
+    bench = by_hand(trip.declare)
+    run = bench.start("trip")
+    bench.deliver(bench.take())
+    deploy(bench.engine, "trip", lambda flow: _mismatch(trip, flow))
+    bench.deliver(bench.take())
+    assert bench.status(run) == "waiting"
+    assert bench.codes() == []
 
 
 # --- COMP-4, COMP-6: a compensation that fails -----------------------------------------------------------------------

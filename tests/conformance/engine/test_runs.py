@@ -49,6 +49,7 @@ def test_a_run_goes_through_its_steps_in_order_and_keeps_their_results(every_app
     assert app.messages() == 0
 
 
+@pytest.mark.both_ways
 def test_a_failed_run_undoes_its_completed_steps_in_reverse_and_keeps_the_cause(every_app: Application) -> None:
     """COMP-1, COMP-6, DRIVE-5: reverse order, compensations given or built from the result, the original error on the run."""
     app = every_app
@@ -86,6 +87,7 @@ def test_a_failed_run_undoes_its_completed_steps_in_reverse_and_keeps_the_cause(
     assert app.messages() == 0
 
 
+@pytest.mark.both_ways
 def test_a_workflow_may_catch_a_failed_step_and_go_on(app: Application) -> None:
     """DRIVE-5, CODEC-4: the error is a FlowError with the original's names; a run that goes on is not undone."""
     refuse = app.step("refuse", raises=KeyError("k"))

@@ -110,6 +110,7 @@ def test_a_signal_that_comes_while_a_step_runs_is_kept_until_it_is_asked_for(eve
     assert [s.status for s in handle.signals()] == ["consumed"]
 
 
+@pytest.mark.both_ways
 def test_signals_are_taken_in_order_of_arrival_each_by_one_wait(app: Application) -> None:
     """SIG-1: three of one name for three waits, one of another name left alone, a fourth that nobody asks for."""
 

@@ -142,6 +142,7 @@ def test_a_step_that_is_not_settled_by_its_deadline_expires_and_its_late_report_
     assert seen == [False, True]
 
 
+@pytest.mark.both_ways
 def test_an_optional_step_that_expires_gives_its_fallback(app: Application) -> None:
     """EXPIRE-1, OPT-1: nobody takes the step before its deadline; the run goes on."""
 

@@ -27,7 +27,7 @@ def open_on(table_prefix: str) -> Iterator[Callable[..., Store]]:
 
 
 @pytest.fixture
-def store(database_url: str, open_on: Callable[..., Store]) -> Store:
+def store(database_url: str, tables_stand: None, open_on: Callable[..., Store]) -> Store:
     """A store whose tables are there."""
     store = open_on(database_url)
     store.prepare()

@@ -116,6 +116,24 @@ def test_a_savepoint_rolled_back_beside_the_write_does_not_touch_it(store: Store
     assert (count(store), count(store, "before"), seen) == (1, 0, [1])
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_host_whose_commit_was_a_rollback_has_nothing_sent(
+    store: Store, operation: Any, seen: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """HOST-1: a statement of the host's has failed, and it goes on; PostgreSQL answers its COMMIT with a rollback, and no error."""
+    with store.database.atomic():
+        store.write(operation)
+        with suppress(peewee.PeeweeException):
+            store.database.execute_sql("SELECT * FROM no_such_table_anywhere")
+    assert (count(store), seen) == (0, [])
+    assert "rolled back by COMMIT" in caplog.text
+    with store.database.atomic():
+        store.write(operation)
+        with suppress(peewee.PeeweeException), store.database.atomic():  # in a savepoint of its own, it does no harm
+            store.database.execute_sql("SELECT * FROM no_such_table_anywhere")
+    assert (count(store), seen) == (1, [1])
+
+
 def test_savepoints_made_by_hand_are_followed_too(store: Store, operation: Any, seen: list[int]) -> None:
     execute = store.database.execute_sql
     with store.database.atomic():

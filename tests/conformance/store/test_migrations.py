@@ -11,10 +11,12 @@ from typing import Any
 import peewee
 import pytest
 
+from dramatiq_saga import Settings
 from dramatiq_saga.errors import SchemaVersionError
 from dramatiq_saga.store import migrations
 from dramatiq_saga.store.database import Store, open_store
 from dramatiq_saga.store.models import TABLES
+from tests.support.bench import Bench
 from tests.support.gates import Gates
 from tests.support.processes import Process
 from tests.support.stores import add, count
@@ -22,6 +24,7 @@ from tests.support.stores import add, count
 FORK_TWELVE = """
 import os, sys
 from dramatiq_saga.store.database import open_store
+from tests.support.bench import Bench
 from tests.support.gates import Gates
 from tests.support.stores import add
 
@@ -100,15 +103,18 @@ def test_by_default_only_sqlite_makes_its_tables_itself(database_url: str, open_
 
 
 @pytest.fixture
-def second(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[peewee.Database, str], None]], None]:
-    """Adds a second migration to this code."""
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``later(up, …)``: this code has migrations 0002, 0003, … beside the first."""
 
-    def install(up: Callable[[peewee.Database, str], None]) -> None:
-        name = "0002_second"
-        module: Any = ModuleType(name)
-        module.up = up
-        monkeypatch.setitem(sys.modules, f"{migrations.__name__}.{name}", module)
-        monkeypatch.setattr(migrations, "names", lambda: ["0001_initial", name])
+    def install(*ups: Callable[[peewee.Database, str], None]) -> None:
+        added = []
+        for number, up in enumerate(ups, 2):
+            name = f"{number:04}_{up.__name__}"
+            module: Any = ModuleType(name)
+            module.up = up
+            monkeypatch.setitem(sys.modules, f"{migrations.__name__}.{name}", module)
+            added.append(name)
+        monkeypatch.setattr(migrations, "names", lambda: ["0001_initial", *added])
 
     return install
 
@@ -118,17 +124,17 @@ def colour(database: peewee.Database, prefix: str) -> None:
 
 
 def test_older_tables_are_refused_until_they_are_migrated_and_rows_survive(
-    fresh: Callable[..., Store], second: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    fresh: Callable[..., Store], later: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = fresh()
     old.migrate()
     old.write(add())
-    second(colour)
+    later(colour)
     store = fresh()
     with pytest.raises(SchemaVersionError) as caught:
         store.write(add())
     assert (caught.value.found, caught.value.expected) == ("0001", "0002")
-    assert store.migrate() == ["0002_second"]
+    assert store.migrate() == ["0002_colour"]
     assert store.write(add()) == 2
     assert store.read(lambda tx: tx.all("SELECT colour FROM {workers}")) == []
     monkeypatch.undo()
@@ -141,11 +147,9 @@ def test_older_tables_are_refused_until_they_are_migrated_and_rows_survive(
         fresh().migrate()
 
 
-def test_tables_that_may_be_made_are_migrated_at_the_first_use(
-    fresh: Callable[..., Store], second: Callable[..., None]
-) -> None:
+def test_tables_that_may_be_made_are_migrated_at_the_first_use(fresh: Callable[..., Store], later: Callable[..., None]) -> None:
     fresh().migrate()
-    second(colour)
+    later(colour)
     store = fresh(auto_create=True)
     store.write(add())
     assert store.schema_version() == "0002"
@@ -172,6 +176,60 @@ def test_an_interrupted_migration_is_finished_by_the_next_one(
     assert store.migrate() == migrations.names()
     assert tables(store) == {store.prefix + name for name in (*TABLES, "schema_migrations")}
     assert store.write(add()) == 1
+
+
+def size(database: peewee.Database, prefix: str) -> None:
+    """Needs what :func:`colour` has made."""
+    database.execute_sql(f"UPDATE {prefix}workers SET colour = NULL")
+    again = "IF NOT EXISTS " if isinstance(database, peewee.MySQLDatabase) else ""  # there it may meet its own remains
+    database.execute_sql(f"ALTER TABLE {prefix}workers ADD COLUMN {again}size INTEGER")
+
+
+@pytest.mark.parametrize("way", ["step by step", "in one jump", "interrupted"])
+def test_a_waiting_run_goes_on_whichever_way_the_tables_were_upgraded(
+    database_url: str, table_prefix: str, fresh: Callable[..., Store], later: Callable[..., None], way: str
+) -> None:
+    """C64, SAFE-3: migrations in order, each once; what an interrupted one has left is no version, and no worker takes it for one."""
+
+    def workflows(bench: Bench) -> None:
+        bench.workflow(lambda flow: flow.await_signal("go"), name="waits")
+
+    before = Bench(
+        database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix})
+    )
+    run = before.start("waits")
+    before.run()
+    before.close()
+    store = fresh()
+    if way == "step by step":
+        later(colour)
+        assert store.migrate() == ["0002_colour"]
+    elif way == "interrupted":
+
+        def size_interrupted(database: peewee.Database, prefix: str) -> None:
+            size(database, prefix)
+            raise KeyboardInterrupt
+
+        later(colour, size_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.migrate()
+        assert store.schema_version() == ("0002" if store.dialect == "mysql" else "0001")
+        with pytest.raises(SchemaVersionError):
+            fresh().prepare()
+    later(colour, size)
+    pending = ["0003_size"] if store.schema_version() == "0002" else ["0002_colour", "0003_size"]
+    assert store.migrate() == pending
+    assert store.migrate() == []
+    assert store.read(lambda tx: tx.all(f"SELECT name FROM {table_prefix}schema_migrations ORDER BY name")) == [
+        ("0001_initial",), ("0002_colour",), ("0003_size",),
+    ]  # fmt: skip
+    after = Bench(
+        database_url, workflows, prefix=table_prefix, settings=Settings.from_mapping({"schema.table_prefix": table_prefix})
+    )
+    after.signal(run, "go", "on")
+    after.run()
+    assert after.status(run) == "completed"
+    after.close()
 
 
 def test_twelve_processes_start_at_once(

@@ -14,6 +14,7 @@ from playhouse.db_url import connect
 from dramatiq_saga.errors import StoreError, WriteRefusedError, WriteUnknownError
 from dramatiq_saga.store import clocks, servers
 from dramatiq_saga.store.database import Store, Tx
+from dramatiq_saga.store.trouble import is_lost_commit
 from tests.support.servers import connect_mariadb, connect_postgresql
 from tests.support.stores import add, count
 from tests.support.waiting import eventually
@@ -220,7 +221,7 @@ def test_the_loser_of_a_deadlock_is_run_again(store: Store) -> None:
     """DRIVE-7."""
     results, runs = deadlock(store)
     assert results == [None, None]
-    assert len(runs) == 3
+    assert len(runs) >= 3  # on a busy machine the two may meet once more
     assert (count(store, "a"), count(store, "b")) == (3, 3)
 
 
@@ -249,7 +250,27 @@ def test_swallowed_error_is_refused_at_commit(store: Store) -> None:
     with pytest.raises(WriteRefusedError, match="swallowed") as caught:
         store.write(operation)
     assert caught.value.phase == "commit"
+    assert is_lost_commit(caught.value)
     assert (count(store), seen) == (0, [])
+
+
+@postgresql_only
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT"])
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_transaction_that_a_hook_has_replaced_is_unknown(store: Store, end: str, anew: bool) -> None:
+    """CLAIM-3: COMMIT would succeed, and what was written before is gone, or was committed by somebody else."""
+
+    def operation(tx: Tx) -> None:
+        add("a")(tx)
+        tx.run(end)
+        if anew:
+            tx.run("BEGIN")
+            add("b")(tx)
+
+    with pytest.raises(WriteUnknownError, match="ended before COMMIT") as caught:
+        store.write(operation)
+    assert is_lost_commit(caught.value)
+    assert (count(store, "a"), count(store, "b")) == (1 if end == "COMMIT" else 0, 0)
 
 
 @mariadb_only

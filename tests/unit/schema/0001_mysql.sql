@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS `saga_flow_runs` (`id` VARCHAR(128) NOT NULL PRIMARY 
     CHECK ((ended_at IS NULL AND (status = 'pending' OR status = 'running' OR status = 'waiting' OR status = 'rolling_back')) OR (ended_at IS NOT NULL AND (status = 'cancelled' OR status = 'completed' OR status = 'expired' OR status = 'failed'))),
     CHECK ((rollback = 'none' OR rollback = 'running' OR rollback = 'halted' OR rollback = 'done')),
     CHECK (status <> 'rolling_back' OR ends_as IS NOT NULL),
-    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (ended_at, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (ended_at, woken_at), INDEX saga_flow_held (ended_at, hold_until), INDEX saga_flow_expiry (ended_at, expires_at), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
+    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (ended_at, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (ended_at, woken_at), INDEX saga_flow_held (ended_at, hold_until), INDEX saga_flow_expiry (ended_at, expires_at), INDEX saga_flow_halted (rollback, created_at, id), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
 CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `block` INTEGER,
@@ -124,7 +124,7 @@ CREATE TABLE IF NOT EXISTS `saga_compensation_runs` (`run_id` VARCHAR(128) NOT N
     CHECK ((policy = 'stop' OR policy = 'continue')),
     CHECK (status NOT IN ('running', 'completed') OR (started_at IS NOT NULL AND attempts > 0)),
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
-    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (ended_at, created_at));
+    CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0), INDEX saga_comp_live (ended_at, created_at), INDEX saga_comp_open (ended_at, run_id, level, sent_at), INDEX saga_comp_stopped (given_up, run_id, level));
 CREATE TABLE IF NOT EXISTS `saga_blocks` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `kind` VARCHAR(16) NOT NULL COLLATE utf8mb4_bin,
@@ -152,7 +152,7 @@ CREATE TABLE IF NOT EXISTS `saga_waits` (`run_id` VARCHAR(128) NOT NULL COLLATE 
     `payload` LONGBLOB, PRIMARY KEY (`run_id`,
     `sequence`),
     CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
-    CHECK ((status = 'waiting') = (ended_at IS NULL)), INDEX saga_wait_due (status, due_at), INDEX saga_wait_name (status, name));
+    CHECK ((status = 'waiting') = (ended_at IS NULL)), INDEX saga_wait_due (status, due_at), INDEX saga_wait_name (status, name, run_id));
 CREATE TABLE IF NOT EXISTS `saga_signals` (`id` BIGINT AUTO_INCREMENT NOT NULL PRIMARY KEY,
     `run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `name` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
@@ -216,6 +216,11 @@ CREATE TABLE IF NOT EXISTS `saga_workers` (`id` VARCHAR(64) NOT NULL PRIMARY KEY
     `pid` INTEGER NOT NULL,
     `started_at` BIGINT NOT NULL,
     `seen_at` BIGINT NOT NULL);
+CREATE TABLE IF NOT EXISTS `saga_passes` (`name` VARCHAR(16) NOT NULL PRIMARY KEY COLLATE utf8mb4_bin,
+    `number` INTEGER NOT NULL,
+    `holder` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
+    `began_at` BIGINT NOT NULL,
+    `ended_at` BIGINT);
 CREATE TABLE IF NOT EXISTS `saga_messages` (`id` BIGINT AUTO_INCREMENT NOT NULL PRIMARY KEY,
     `queue` VARCHAR(191) NOT NULL COLLATE utf8mb4_bin,
     `state` INTEGER NOT NULL,

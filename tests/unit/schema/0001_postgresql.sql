@@ -45,6 +45,7 @@ CREATE INDEX IF NOT EXISTS saga_flow_unhappy ON saga_flow_runs (created_at, id) 
 CREATE INDEX IF NOT EXISTS saga_flow_unseen ON saga_flow_runs (woken_at) WHERE wakes > wakes_seen AND ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_held ON saga_flow_runs (hold_until) WHERE hold_until IS NOT NULL AND ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_expiry ON saga_flow_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_flow_halted ON saga_flow_runs (created_at, id) WHERE rollback = 'halted';
 CREATE INDEX IF NOT EXISTS saga_flow_children ON saga_flow_runs (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_ended ON saga_flow_runs (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
@@ -137,6 +138,8 @@ CREATE TABLE IF NOT EXISTS "saga_compensation_runs" ("run_id" VARCHAR(128) NOT N
     CHECK (ended_at IS NOT NULL OR status = 'pending' OR status = 'running' OR (status = 'failed' AND given_up = FALSE)),
     CHECK (attempts >= 0 AND tries >= 0 AND claims >= 0));
 CREATE INDEX IF NOT EXISTS saga_comp_live ON saga_compensation_runs (created_at) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_comp_open ON saga_compensation_runs (run_id, level, sent_at) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS saga_comp_stopped ON saga_compensation_runs (run_id, level) WHERE given_up = TRUE AND policy = 'stop';
 CREATE TABLE IF NOT EXISTS "saga_blocks" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "sequence" INTEGER NOT NULL,
     "kind" VARCHAR(16) NOT NULL COLLATE "C",
@@ -166,7 +169,7 @@ CREATE TABLE IF NOT EXISTS "saga_waits" ("run_id" VARCHAR(128) NOT NULL COLLATE 
     CHECK ((status = 'waiting' OR status = 'consumed' OR status = 'timed_out' OR status = 'cancelled')),
     CHECK ((status = 'waiting') = (ended_at IS NULL)));
 CREATE INDEX IF NOT EXISTS saga_wait_due ON saga_waits (due_at) WHERE status = 'waiting';
-CREATE INDEX IF NOT EXISTS saga_wait_name ON saga_waits (name) WHERE status = 'waiting';
+CREATE INDEX IF NOT EXISTS saga_wait_name ON saga_waits (name, run_id) WHERE status = 'waiting';
 CREATE TABLE IF NOT EXISTS "saga_signals" ("id" BIGSERIAL NOT NULL PRIMARY KEY,
     "run_id" VARCHAR(128) NOT NULL COLLATE "C",
     "name" VARCHAR(191) NOT NULL COLLATE "C",
@@ -237,6 +240,11 @@ CREATE TABLE IF NOT EXISTS "saga_workers" ("id" VARCHAR(64) NOT NULL PRIMARY KEY
     "pid" INTEGER NOT NULL,
     "started_at" BIGINT NOT NULL,
     "seen_at" BIGINT NOT NULL);
+CREATE TABLE IF NOT EXISTS "saga_passes" ("name" VARCHAR(16) NOT NULL PRIMARY KEY COLLATE "C",
+    "number" INTEGER NOT NULL,
+    "holder" VARCHAR(191) NOT NULL COLLATE "C",
+    "began_at" BIGINT NOT NULL,
+    "ended_at" BIGINT);
 CREATE TABLE IF NOT EXISTS "saga_messages" ("id" BIGSERIAL NOT NULL PRIMARY KEY,
     "queue" VARCHAR(191) NOT NULL COLLATE "C",
     "state" INTEGER NOT NULL,

@@ -45,7 +45,7 @@ def no_search_for_garbage() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.timeout(0 if THOROUGH else 120)
+@pytest.mark.timeout(0 if THOROUGH else 300)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_no_interleaving_breaks_an_invariant_or_leaves_a_run_without_an_end(scenario: Scenario) -> None:
     """STATUS-1, STATUS-2, CLAIM-1, CLAIM-2, FENCE-1, FENCE-2, DRIVE-1, DRIVE-2, COMP-1, COMP-8, COMP-9, DOCTOR-1, DOCTOR-2, EXPIRE-1, NATIVE-7.

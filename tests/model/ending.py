@@ -18,24 +18,11 @@ from tests.model.world import TICK, Letter, World
 #: So many sweeps have to be enough.
 SWEEPS = 12
 
-MOMENTS = frozenset(
-    {
-        *(
-            "created_at",
-            "woken_at",
-            "sent_at",
-            "hold_until",
-            "expires_at",
-            "expiry_after",
-            "timer_at",
-            "timer_last",
-            "repair_after",
-        ),
-        *("reclaim_stale_at", "next_try_at", "time_limit_at", "not_before", "due_at", "closed_early_at"),
-    }
-)
-COUNTS = frozenset({"repair_attempts", "delivery", "revision"})
-
+MOMENTS = {
+    "created_at", "woken_at", "sent_at", "hold_until", "expires_at", "expiry_after", "timer_at", "timer_last", "repair_after",
+    "reclaim_stale_at", "next_try_at", "time_limit_at", "not_before", "due_at", "closed_early_at",
+}  # fmt: skip
+COUNTS = {"repair_attempts", "delivery", "revision"}
 
 Choose = Callable[[Standing], str]
 
@@ -73,8 +60,9 @@ class Ending:
             begun.append(standing)
             return ending if ending in standing.options else standing.options[-1]
 
-        while letters and not begun:
-            letters = letters[1:] + self._deliver(letters[0], choose)
+        while not begun:
+            letter = next(letter for letter in letters if not letter.due)
+            letters = [*(other for other in letters if other is not letter), *self._deliver(letter, choose)]
         return letters
 
     def wrong(self, content: Content) -> str | None:
@@ -104,7 +92,9 @@ class Ending:
         return None
 
     def _drain(self, letters: list[Letter]) -> None:
+        """Deliver what was sent, and what that sends. What is for later counts as lost, and the next sweep has to find it."""
         for _ in range(200):
+            letters = [letter for letter in letters if not letter.due]
             if not letters:
                 return
             letters += self._deliver(letters.pop(0))
@@ -114,12 +104,16 @@ class Ending:
         return self._carry_out(lambda: self.world.deliver(letter, next(self._numbers)), choose)
 
     def _carry_out(self, call: Callable[[], None], choose: Choose = _go_well) -> list[Letter]:
-        """What was sent, but for what is put back until later: that counts as lost, and the next sweep has to find it."""
+        """What was sent by a call that nothing stops."""
         world = self.world
         world.begin(None)
         world.store.freely(call, choose)
-        sent = [Letter(replace(outgoing, delay=None)) for outgoing in world.effects.sent if not outgoing.delay]
-        return sent + [letter for letter in world.effects.back if not letter.due]
+        now = world.clock.now()
+        sent = [
+            Letter(replace(outgoing, delay=None), 0, now + outgoing.delay if outgoing.delay else 0)
+            for outgoing in world.effects.sent
+        ]
+        return sent + world.effects.back
 
     def _key(self, content: Content) -> Content:
         return tuple(

@@ -188,7 +188,7 @@ class Explorer:
 
     def _visit(self, state: State) -> Iterator[State]:
         """The states that have not been seen before and follow from this one."""
-        if not state.actors and all(self.letters.things[number].is_hint for number in state.queue):
+        if not state.actors and not any(map(self._is_awaited, state.queue)):
             self._at_rest(state)
         for move, following, wrong in self._moves(state):
             self.found.moves += 1
@@ -204,6 +204,10 @@ class Explorer:
         self.found.ended[f"{now.run['status']}, {now.run['rollback']}"] += 1
         if self._spared(state) and not now.is_over:
             raise Violation(f"nothing is on its way, and the run is {now.run['status']}", self._trace(state))
+
+    def _is_awaited(self, number: int) -> bool:
+        """Whether a run may have to wait for this message: not for a callback, nor for the alarm of a deadline."""
+        return self.letters.things[number].says.kind not in ("callback", "timer")
 
     def _spared(self, state: State) -> bool:
         """Whether no message can have been lost."""

@@ -6,6 +6,8 @@ transaction, or is decided about; a worker dies; a sweep or an operator comes by
 
 What an actor does next depends on the database, the moment and on itself alone, never on the others. So each such step is carried out
 once, by the engine's own code, and then looked up: the same step in a thousand states costs one.
+
+Long because what may happen, what comes of it and how that is told rest on one notion of a state.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Overlaps:
         until = engine.store.read(lambda tx: self._busy_until(tx, delivery, holder, now=now))
         if until <= now:
             return None
-        held = 0 if holder is None else now - holder.at
+        held = 0 if holder is None else abs(now - holder.at)
         return min(max(held // 2, SOONEST_MS), LATEST_MS, until - now + 1)
 
     def _busy_until(self, tx: Tx, delivery: Delivery, holder: Holder | None, *, now: int) -> int:

@@ -337,9 +337,16 @@ def find_due(engine: Engine, *, unsent: bool = False) -> list[DueRun]:
             narrowed += f" AND f.queue IN ({_markers(engine.queues)})"
     waits, steps, overdue = (sql.replace("%s", narrowed) for sql in _DUE)
 
+    # Runs of workflows that are not known here can be sent to others, and no more: were they listed together, as many of them as the
+    # limit would stand in front of those that can be ended. test_overdue_runs_of_unknown_workflows_do_not_stand_in_front_of_known_ones
+    names = tuple(engine.workflows)
+    shares: list[tuple[str, tuple[Any, ...]]] = [(overdue, gate)]
+    if names and not unsent:
+        shares = [(_DUE[2].replace("%s", f" AND f.workflow {which} ({_markers(names)})"), names) for which in ("IN", "NOT IN")]
+
     def look(tx: Tx) -> list[tuple[Any, ...]]:
         found = tx.all(waits, (now, *gate, limit)) + tx.all(steps, (now, *gate, limit))
-        return found + tx.all(overdue, (now, *gate, now, limit))
+        return found + [row for sql, params in shares for row in tx.all(sql, (now, *params, now, limit))]
 
     earliest: dict[str, DueRun] = {}
     for row in sorted(engine.store.read(look), key=lambda row: (row[4], row[0])):

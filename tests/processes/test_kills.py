@@ -304,6 +304,7 @@ def test_a_kill_in_the_middle_of_a_level_costs_nothing_on_a_server(
     killed_in_a_level(server_street, effects, point)
 
 
+@pytest.mark.claims_alone
 def test_a_rollback_that_halted_for_a_lost_worker_is_resumed(street: Street, effects: EffectLog) -> None:
     """COMP-8, PAR-3, C26: its worker was killed in the middle of a level, and with reclaim off nothing comes back for the undo."""
     street.set(sagas__reclaim__stale_running__enabled=False)
@@ -336,6 +337,7 @@ def test_a_failure_that_was_the_last_is_not_tried_again_after_a_kill(street: Str
     assert street.steps(run)[2] == ("ship", "failed", 1)
 
 
+@pytest.mark.claims_alone
 def test_a_step_of_a_lost_worker_is_never_run_again_in_silence_with_reclaim_off(street: Street, effects: EffectLog) -> None:
     """C20, CLAIM-2: the redelivery loses its claim and says that the row is orphaned; the step stays ``running``."""
     street.set(actions__reclaim__stale_running__enabled=False)
@@ -349,6 +351,7 @@ def test_a_step_of_a_lost_worker_is_never_run_again_in_silence_with_reclaim_off(
     assert street.status(run) == "running"
 
 
+@pytest.mark.claims_alone
 def test_an_undo_of_a_lost_worker_halts_the_rollback_with_reclaim_off(street: Street, effects: EffectLog) -> None:
     """PAR-3, COMP-4: the run ends and says what was not undone; nobody waits for ever."""
     street.set(sagas__reclaim__stale_running__enabled=False)

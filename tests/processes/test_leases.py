@@ -127,6 +127,7 @@ def test_a_stopped_worker_that_goes_on_is_refused(leased: Field, effects: Effect
     assert effects.count("work") == 2
 
 
+@pytest.mark.claims_alone
 @pytest.mark.parametrize("leased", ["sqlite"], indirect=True)
 def test_a_database_that_nobody_could_reach_for_longer_than_the_lease_kills_nobody(
     leased: Field, effects: EffectLog, gates: Gates, sqlite_path: Path, python_process: Callable[..., Process]

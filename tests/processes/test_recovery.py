@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from tests.support.effects import EffectLog
 from tests.support.field import Field
 from tests.support.gates import Gates
 from tests.support.processes import Process
+from tests.support.servers import flush_redis
 from tests.support.waiting import eventually
 
 HOUR_MS = 3_600_000
@@ -33,6 +35,7 @@ def killed_at_work(field: Field, gates: Gates, **kwargs: Any) -> str:
 # --- reclaim, without and with a doctor ------------------------------------------------------------------------------
 
 
+@pytest.mark.claims_alone
 def test_a_killed_workers_step_is_reclaimed_without_any_doctor(field: Field, effects: EffectLog, gates: Gates) -> None:
     """CLAIM-2, RECLAIM-3: the redelivered message loses its claim, is put back until the deadline, and then wins it."""
     field.set(retry_after=1)
@@ -85,6 +88,7 @@ def test_a_killed_workers_step_whose_message_is_lost_is_reclaimed_by_a_kick(
     assert effects.count("work") == 2
 
 
+@pytest.mark.claims_alone
 def test_without_reclaim_a_killed_workers_step_is_never_run_again(field: Field, effects: EffectLog, gates: Gates) -> None:
     """C20, RECLAIM-1, RECLAIM-4: never silently. A redelivery, a sweep and a kick leave the row alone, and sweeps count it."""
     field.settings(repair__enabled=True, repair__grace_seconds=0, repair__backoff__base_seconds=1)
@@ -231,8 +235,8 @@ def test_a_queue_that_lost_everything_is_made_good_by_sweeps(
     server = redis.Redis.from_url(redis_url)
     try:
         run = field.send("job", "a", "b")
-        assert server.dbsize() > 0
-        server.flushdb()
+        assert server.hlen("dramatiq:default.msgs") == 1
+        flush_redis(server)
         eventually(lambda: field.done("sweep")["repair"]["runs"] == 1, interval=0.1)
     finally:
         server.close()

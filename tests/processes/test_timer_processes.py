@@ -102,13 +102,13 @@ def test_a_cancelled_runs_timer_that_comes_due_finds_it_cancelled(timed: Field, 
 
 
 def test_a_race_between_the_last_step_and_the_deadline_ends_in_one_of_both(timed: Field, effects: EffectLog) -> None:
-    """C38: a hundred runs whose signal and deadline come in the same moments; each completes, or expires and is undone, never both."""
+    """C38: two hundred runs whose signal and deadline come in the same moments; each completes, or expires and is undone, never both."""
     timed.worker(threads=4)
-    runs = timed.send_many(100, "doomed", "d")
-    eventually(lambda: count(timed, "{waits} WHERE status = 'waiting'") == 100)
+    runs = timed.send_many(200, "doomed", "d")
+    eventually(lambda: count(timed, "{waits} WHERE status = 'waiting'") == 200)
     now = timed.operator.store.clock.now()
     for number, run in enumerate(runs):
-        timed.sql("UPDATE {flow_runs} SET expires_at = ? WHERE id = ?", now + 5 * number, run)
+        timed.sql("UPDATE {flow_runs} SET expires_at = ? WHERE id = ?", now + 3 * number, run)
     code = f"from dramatiq_saga import get_flow\nimport {APP}\nfor run in {runs!r}: get_flow(run).signal_if_running('go')"
     signals = timed._python_process("-c", code, env=timed.env)
     sweeps: list[Any] = []
@@ -122,7 +122,7 @@ def test_a_race_between_the_last_step_and_the_deadline_ends_in_one_of_both(timed
     assert not any(sweeps)
     expired = count(timed, "{flow_runs} WHERE status = 'expired' AND rollback = 'done'")
     completed = count(timed, "{flow_runs} WHERE status = 'completed' AND rollback = 'none'")
-    assert expired + completed == 100
+    assert expired + completed == 200
     assert effects.count("unnote") == expired
     assert count(timed, "{flow_events} WHERE type = 'flow.expired'") == expired
     assert count(timed, "{flow_events} WHERE type = 'flow.completed'") == completed

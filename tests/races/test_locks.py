@@ -6,6 +6,7 @@ Two workers share a Redis and a clock that moves when the test says so. A worker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,10 @@ from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError
 from dramatiq_saga.locks import RedisLocks
-from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.races.test_interleavings import Doorstep, at_first_step
-from tests.races.test_leases import claim, undoing_step
+from tests.races.test_leases import alive, claim, undoing_step
 from tests.support.bench import Background, Bench
 from tests.support.waiting import eventually
 
@@ -120,10 +120,10 @@ def test_a_message_comes_again_the_later_the_longer_the_lock_has_been_held(
     _, message = at_first_step(first)
     take_and_die(first, message, claiming=True)
     found = []
-    for seconds in (0, 4, 36, 19):
+    for seconds in (0, 4, 36, 19, -7200):  # the last: a clock that was set
         clock.advance(seconds)
         found.append(second.deliver(message).back_in)
-    assert found == [50, 2_000, 10_000, 1_001]
+    assert found == [50, 2_000, 10_000, 1_001, 10_000]
 
 
 def test_a_holder_that_nobody_knows_is_respected(bench: MakeBench, locks: Locks, server: redis.Redis) -> None:
@@ -218,15 +218,14 @@ def test_a_dead_workers_lock_ends_with_its_lease(
     claiming: bool,
 ) -> None:
     """LOCK-1, RECLAIM-5: recovery waits for the lease, as without locks, and not for the lock's fifteen minutes."""
-    first, second = bench(locks=locks, settings=LEASES), bench(locks=locks, settings=LEASES)
-    Heartbeat(first.engine).enter()
+    make = partial(bench, locks=locks)
+    first, _ = alive(make, LEASES)
     run, message = begin(first)
     take_and_die(first, message, claiming=claiming)
     if not claiming:
         message = first.message_again(message, message_id="a repair's")
     clock.advance(59.999)
-    heart = Heartbeat(second.engine)
-    heart.enter()
+    second, _ = alive(make, LEASES)
     assert second.deliver(message).back_in == (2 if claiming else 10_000)
     clock.advance(0.001)
     assert second.deliver(message).back_in is None
@@ -312,15 +311,14 @@ def test_a_holder_that_was_passed_by_gives_back_nothing_that_is_not_its_own(
     bench: MakeBench, shop: Shop, locks: Locks, server: redis.Redis, clock: ManualClock
 ) -> None:
     """LOCK-1, FENCE-1: it only looked dead; its outcome is refused, and the lock stays with the one that has taken over."""
-    first, second = bench(locks=locks, settings=LEASES), bench(locks=locks, settings=LEASES)
-    Heartbeat(first.engine).enter()
+    make = partial(bench, locks=locks)
+    first, _ = alive(make, LEASES)
     run, message = at_first_step(first)
     shop.bodies["charge"] = stalled = Doorstep()
     slow = Background(lambda: first.deliver(first.message_again(message)))
     stalled.wait()
     clock.advance(60)
-    heart = Heartbeat(second.engine)
-    heart.enter()
+    second, heart = alive(make, LEASES)
     shop.bodies["charge"] = door = Doorstep()
     other = Background(lambda: second.deliver(message))
     door.wait()
@@ -368,8 +366,8 @@ def test_a_killed_drive_holds_its_run_until_it_is_delivered_again_or_its_lease_e
     bench: MakeBench, locks: Locks, server: redis.Redis, clock: ManualClock
 ) -> None:
     """LOCK-1, DRIVE-1, RECLAIM-5: the same message passes after a moment, another one when its worker is known to be dead."""
-    first, second = bench(locks=locks, settings=LEASES), bench(locks=locks, settings=LEASES)
-    Heartbeat(first.engine).enter()
+    first, _ = alive(partial(bench, locks=locks), LEASES)
+    second = bench(locks=locks, settings=LEASES)
     run = first.start("checkout", "42")
     message = first.message(first.take())
     take_and_die(first, message, claiming=False)

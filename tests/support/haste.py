@@ -14,8 +14,8 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 
-#: Bytes. Containers have 64 MB there by default, which is not enough for what a run leaves behind.
-ROOM = 2 * 1024**3
+#: Bytes that must be free there. Containers have 64 MB by default, which is too little; what tests that passed have written is removed.
+ROOM = 512 * 1024**2
 
 
 def make_haste(environment: MutableMapping[str, str] = os.environ, memory: Path = MEMORY) -> None:

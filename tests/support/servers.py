@@ -154,15 +154,20 @@ def claim_redis() -> str:
                 if not ours and client.dbsize():
                     continue
                 if client.set("dramatiq-saga-tests:claimed", os.getpid(), nx=True, ex=REDIS_CLAIM):
-                    with client.pipeline(transaction=True) as pipeline:
-                        pipeline.flushdb()
-                        pipeline.set("dramatiq-saga-tests", "this database may be flushed")
-                        pipeline.set("dramatiq-saga-tests:claimed", os.getpid(), ex=REDIS_CLAIM)
-                        pipeline.execute()
+                    flush_redis(client)
                     return url
         if time.monotonic() > until:
             pytest.fail("no empty Redis database among 1 to 15: flush one, or wait for other test runs", pytrace=False)
         time.sleep(0.1)
+
+
+def flush_redis(client: Any) -> None:
+    """Empty a database that is claimed. The claim stays: without it others would take the database for a free one, and flush it."""
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.flushdb()
+        pipeline.set("dramatiq-saga-tests", "this database may be flushed")
+        pipeline.set("dramatiq-saga-tests:claimed", os.getpid(), ex=REDIS_CLAIM)
+        pipeline.execute()
 
 
 def release_redis(url: str) -> None:

@@ -21,6 +21,7 @@ from dramatiq_saga import (
     FlowQuery,
     RetryContext,
     RetryPolicy,
+    SagaMiddleware,
     Settings,
     Step,
     Workflow,
@@ -31,6 +32,7 @@ from dramatiq_saga import (
 )
 from dramatiq_saga.builders import ActionBuilder
 from dramatiq_saga.codec import TaggedJSONEncoder
+from dramatiq_saga.locks import LockBackend, RedisLocks
 from dramatiq_saga.settings import Context
 from dramatiq_saga.testing import History, SagaTester, load_history, record_history, replay_history
 
@@ -309,3 +311,19 @@ def histories(run: FlowHandle[dict[str, str]]) -> None:
     assert_type(replay_history(checkout, "checkout.json").asks, tuple[str, ...])
     replay_history(charge, history)  # type: ignore[arg-type]
     record_history(run, lambda value: value)  # type: ignore[call-arg]
+
+
+class OwnLocks:
+    """A back end for overlap locks needs no base class."""
+
+    def take(self, key: str, token: str, *, ttl_ms: int, instead_of: str | None = None) -> str:
+        return token
+
+    def release(self, key: str, token: str) -> bool:
+        return True
+
+
+backend: LockBackend = OwnLocks()
+SagaMiddleware(locks=RedisLocks("redis://localhost"))
+SagaMiddleware(locks=backend)
+SagaMiddleware(locks="redis://localhost")  # type: ignore[arg-type]

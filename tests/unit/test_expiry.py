@@ -255,6 +255,19 @@ def test_runs_that_are_held_off_do_not_stand_in_front_of_others(make_bench: Make
     assert (bad.status, good.status) == ("running", "expired")
 
 
+def test_overdue_runs_of_unknown_workflows_do_not_stand_in_front_of_known_ones(make_bench: MakeBench) -> None:
+    """EXPIRE-1: a batch of one; the older run can only be sent to a process that knows it, the younger one is ended all the same."""
+    desk = make_bench(settings=Settings.from_mapping({"monitor.expiration.batch_size": 1}))
+    foreign = completed_unseen(desk)
+    desk.write("UPDATE {flow_runs} SET workflow = 'elsewhere' WHERE id = ?", foreign.id)
+    desk.advance(1)
+    run = desk.send("bob", expires_in=60)
+    desk.advance(61)
+    report = desk.sweep().monitor
+    assert (report.sent, report.expired_runs) == (1, 1)
+    assert (desk.run_row(foreign, "status"), run.status) == (("running",), "expired")
+
+
 def test_a_run_that_would_complete_now_is_left_to_the_drive_that_completes_it(desk: Workbench) -> None:
     """COMP-3, C38: a replay that ends in completion is no plan; nothing is undone of a run whose function returns."""
     run = completed_unseen(desk)

@@ -44,6 +44,7 @@ def send_again(app: Application, run_id: str, sequence: int = 1, *, kind: str = 
     app.broker.enqueue(build_message(app.broker, Outgoing(kind, run_id, actor, queue, sequence, **facts)))
 
 
+@pytest.mark.claims_alone
 def test_a_second_delivery_of_a_running_step_runs_nothing(every_app: Application, journal: list[Any]) -> None:
     """C01, CLAIM-2: it loses, is acknowledged, touches no attempt; one outcome, one next step; ANOM-1's fields."""
     app, gate = every_app, Gate()

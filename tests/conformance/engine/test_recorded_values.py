@@ -95,6 +95,7 @@ def test_every_walk_is_given_the_same_values(bench_on: MakeBench) -> None:
     assert bench.events(run_id).count("side_effect.recorded") == 4
 
 
+@pytest.mark.claims_alone
 def test_a_decision_that_loses_draws_anew(bench_on: MakeBench) -> None:
     """DRIVE-1, SIDE-1: what was drawn for it was never recorded, and nothing has followed from it."""
     walks = Walks()

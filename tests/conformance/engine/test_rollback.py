@@ -533,6 +533,7 @@ def test_options_of_the_compensations_message_are_kept(app: Application) -> None
     assert app.calls.count(("undo", 5)) == 3
 
 
+@pytest.mark.claims_alone
 def test_deliveries_of_a_rollback_that_come_twice_undo_once(app: Application, journal: list[Any]) -> None:
     """C28 without kills: the order C, B, A; every message twice, the run driven again meanwhile; each undone once."""
     gates = {name: Gate() for name in "ABC"}

@@ -246,6 +246,7 @@ class Slow:
         bench.workflow(order)
 
 
+@pytest.mark.claims_alone
 def test_a_lost_claim_and_a_rejected_outcome_are_journalled_with_their_fields(by_hand: Any, listen: Any) -> None:
     """ANOM-1, CLAIM-2, FENCE-1: both attempt counts, the row's state, and a listener that fails to take the last copy."""
     bench = by_hand(Slow().declare)

@@ -360,6 +360,7 @@ def test_a_failing_undo_halts_the_rollback_or_is_passed_over(
     assert finished.detail == ("halted; undone: 3" if halts else "done; undone: 3, 1")
 
 
+@pytest.mark.claims_alone
 def test_an_undo_whose_worker_is_gone_for_good_ends_its_level_unfinished(by_hand: Any) -> None:
     """COMP-4, PAR-3: nothing will ever reclaim it; the rollback halts with CompensationUnfinishedError, not in silence."""
     trip = Trip()

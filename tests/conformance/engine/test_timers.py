@@ -182,7 +182,8 @@ def test_a_run_that_has_not_ended_by_its_deadline_is_undone_and_expires(every_ap
     assert app.calls == [("reserve",), ("undo", 7)]
     with pytest.raises(FlowExpiredError, match=r"expired: its deadline \(20\d\d-"):
         handle.result()
-    assert [s for (s,) in app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id)] == ["cancelled"]
+    # on a busy machine the deadline may pass before the wait has begun, and then it does not
+    assert app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id) in ([("cancelled",)], [])
     assert app.types(handle)[-2:] == ["rollback.finished", "flow.expired"]
 
 
@@ -322,10 +323,8 @@ def test_what_fell_due_while_nobody_was_there_fires_once_each_in_due_order(app: 
     app.drain()
     assert sorted(call[1] for call in app.calls if call[0] == "step") == list(range(40))
     assert app.calls.count(("undo",)) == 4
-    for handle in dooms:
-        assert [status for (status,) in app.sql("SELECT status FROM {waits} WHERE run_id = ? ORDER BY sequence", handle.id)] == [
-            "consumed", "cancelled",
-        ]  # fmt: skip
+    for handle in dooms:  # the timer was due before the run's deadline; the wait after it is not begun
+        assert app.sql("SELECT status FROM {waits} WHERE run_id = ?", handle.id) == [("consumed",)]
     for handle in [*runs, *dooms, saved]:
         words = app.types(handle)
         assert words.count("signal.timed_out") == (handle.workflow_name == "waiter")

@@ -1,0 +1,1 @@
+"""A model of the protocol that is checked exhaustively: see docs/explanation/model.md."""

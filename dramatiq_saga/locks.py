@@ -11,6 +11,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .errors import MissingExtraError
+
 if TYPE_CHECKING:
     import redis
 
@@ -64,7 +66,7 @@ class RedisLocks:
 
     Raises:
       TypeError: something else was given: a client of a cluster, or an asynchronous one.
-      ModuleNotFoundError: the package ``redis`` is missing; the extra ``redis`` brings it.
+      MissingExtraError: the package ``redis`` is missing.
     """
 
     def __init__(self, url_or_client: str | redis.Redis) -> None:
@@ -73,9 +75,7 @@ class RedisLocks:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "RedisLocks needs the package redis: install dramatiq-saga with its extra 'redis'"
-            ) from error
+            raise MissingExtraError("RedisLocks needs the package redis: pip install 'dramatiq-saga[redis]'") from error
         if isinstance(url_or_client, str):
             # A connection that was closed while it was idle is made anew at once; whatever is worse than that is not waited for.
             again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))

@@ -55,6 +55,7 @@ EXAMPLES: list[SagaError] = [
     errors.SchemaVersionError(None, "3"),
     errors.SchemaVersionError("2", "3"),
     errors.SchemaVersionError("10", "9"),
+    errors.MissingExtraError("plain"),
     errors.MiddlewareOrderError("plain"),
     errors.DatabaseUnusableError("plain"),
     errors.StoreError("plain"),

@@ -14,6 +14,7 @@ import redis.asyncio
 from dramatiq.middleware import TimeLimitExceeded
 
 from dramatiq_saga import SagaMiddleware
+from dramatiq_saga.errors import MissingExtraError
 from dramatiq_saga.locks import RedisLocks
 from tests.support.waiting import eventually
 
@@ -107,7 +108,7 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
 def test_the_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """API: Redis is an extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ModuleNotFoundError, match="its extra 'redis'"):
+    with pytest.raises(MissingExtraError, match=r"dramatiq-saga\[redis\]"):
         RedisLocks("redis://localhost")
 
 

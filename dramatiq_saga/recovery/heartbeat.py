@@ -88,8 +88,9 @@ class Heartbeat(Background):
         return self._pause
 
     def failed(self, error: Exception, failures: int) -> float:
-        """Beat again soon: the lease is running."""
-        self._log.warning("heartbeat_failed", error=f"{type(error).__name__}: {error}")
+        """Beat again soon: the lease is running. Said of the first failure, the second, the fourth, the eighth, …"""
+        if failures & (failures - 1) == 0:
+            self._log.warning("heartbeat_failed", failures=failures, error=f"{type(error).__name__}: {error}")
         return min(self._pause, RETRY)
 
     def end(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
@@ -562,6 +563,14 @@ def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
     finally:
         heart.stop()
     assert workers(worker) == []
+
+
+def test_a_long_outage_is_told_ever_more_rarely(bench: MakeBench) -> None:
+    heart = Heartbeat(bench().engine)
+    with capture_logs() as said:
+        for failures in range(1, 101):
+            assert heart.failed(OSError("away"), failures) <= 1
+    assert [line["failures"] for line in said] == [1, 2, 4, 8, 16, 32, 64]
 
 
 # --- the doctor, a kick, what is counted -----------------------------------------------------------------------------

@@ -38,6 +38,16 @@ def hurried(world: World) -> None:
     world.workflow(checkout)
 
 
+def hurried_alone(world: World) -> None:
+    """Its only step has a deadline."""
+    charge, refund = world.actor("charge"), world.actor("refund")
+
+    def checkout(flow: Any) -> None:
+        flow.action(charge).compensate_with(refund).expires_in(500).run()
+
+    world.workflow(checkout)
+
+
 def three_steps(world: World) -> None:
     charge, refund, ship, recall, tell = (world.actor(name) for name in ("charge", "refund", "ship", "recall", "tell"))
 
@@ -77,6 +87,7 @@ SCENARIOS = (
         "deadline", hurried, {"crash": 1, "later": 1, "monitor": 1, "cancel": 1}, workers=1,
         more={"fails": 1, "doubled": 1},
     ),
+    Scenario("everybody", hurried_alone, {"later": 1, "monitor": 1, "doctor": 1, "cancel": 1}, workers=1, more={"crash": 1}),
     Scenario(
         "deadline and undo", two_steps, {"later": 1, "monitor": 1, "compensate": 1}, before=("succeeds",), workers=1,
         more={"crash": 1, "fails": 1},
@@ -99,5 +110,8 @@ SCENARIOS = (
     ),
     Scenario("kicked", two_steps, {"kick": 1, "is shut down": 1}, before=("succeeds",), more={"doubled": 1}),
 )  # fmt: skip
+
+#: Five minutes and six gigabytes: with ``DRAMATIQ_SAGA_TEST_THOROUGH`` only.
+EVERYBODY_TWICE = Scenario("everybody, two workers", hurried_alone, {"later": 1, "monitor": 1, "doctor": 1, "cancel": 1})
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

@@ -14,7 +14,7 @@ from contextlib import closing
 import pytest
 
 from tests.model.explorer import Explorer, Scenario
-from tests.model.scenarios import SCENARIOS
+from tests.model.scenarios import EVERYBODY_TWICE, SCENARIOS
 
 THOROUGH = bool(os.environ.get("DRAMATIQ_SAGA_TEST_THOROUGH"))
 DEPTH = int(os.environ.get("DRAMATIQ_SAGA_TEST_MODEL_DEPTH", "0")) or None
@@ -25,6 +25,7 @@ ENDINGS = {
     "one step undone": {"completed, none", "failed, none", "cancelled, none"},
     "undone as unknown": {"completed, none", "cancelled, none", "cancelled, done"},
     "deadline": {"completed, none", "cancelled, none", "failed, none"},
+    "everybody": {"completed, none", "cancelled, none", "failed, none"},
     "deadline and undo": {"completed, none", "cancelled, done", "failed, done"},
     "halted rollback": {"cancelled, done", "cancelled, halted"},
     "undo left behind": {"cancelled, done", "cancelled, halted"},
@@ -46,7 +47,9 @@ def no_search_for_garbage() -> Iterator[None]:
 
 
 @pytest.mark.timeout(0 if THOROUGH else 300)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario", (*SCENARIOS, EVERYBODY_TWICE) if THOROUGH else SCENARIOS, ids=lambda scenario: scenario.name
+)
 def test_no_interleaving_breaks_an_invariant_or_leaves_a_run_without_an_end(scenario: Scenario) -> None:
     """STATUS-1, STATUS-2, CLAIM-1, CLAIM-2, FENCE-1, FENCE-2, DRIVE-1, DRIVE-2, COMP-1, COMP-8, COMP-9, DOCTOR-1, DOCTOR-2, EXPIRE-1, NATIVE-7.
 

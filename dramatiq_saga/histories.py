@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,18 +88,47 @@ class History:
         return text + "\n"
 
     def write(self, path: str | Path) -> Path:
-        """Write a file that its owner alone may read, whole or not at all; one that is there is replaced."""
+        """Write a file that its owner alone may read, whole or not at all; a history that is there is replaced, and nothing else is.
+
+        A symbolic link is followed, so what it names is written and the link stays.
+
+        Raises:
+          FileExistsError: what is there is no history, or no regular file: a database, a device, a folder. It is left as it is.
+          OSError: the file cannot be written.
+        """
         chosen = Path(path)
-        handle, name = tempfile.mkstemp(dir=chosen.parent, prefix=f".{chosen.name}.")
+        target = Path(os.path.realpath(chosen))
+        if not _may_be_replaced(target):
+            raise FileExistsError(f"{str(path)!r} is there already and is no history: only a history is replaced by one")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
                 file.write(self.to_json())
-            Path(name).replace(chosen)
+            Path(name).replace(target)
         except BaseException:
             with suppress(OSError):
                 Path(name).unlink()
             raise
         return chosen
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether there is nothing, or a history of any version: what else is there may be all that somebody has."""
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(kind):
+        return False
+    with path.open("rb") as file:
+        if file.read(1) != b"{":  # a database may be larger than the memory
+            return False
+        file.seek(0)
+        try:
+            document = json.loads(file.read())
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(document, dict) and document.get("format") == FORMAT
 
 
 @dataclass(frozen=True)

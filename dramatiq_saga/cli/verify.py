@@ -7,10 +7,13 @@ be held, or is and stays so. ``--export`` writes a run's history to a file, for 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from ..engine.verify import Problem, VerifyReport
 from ..operations import Operator, RefusedError
+from ..store.connections import file_of
+from ..store.sql import SQLITE
 from .answer import Answer, cell, cut
 
 #: Longest message in one line, and the most runs that are named for one finding, in a text for people.
@@ -30,7 +33,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--export",
         metavar="FILE",
-        help="write the history of RUN to a file, its arguments and results included, and verify nothing",
+        help="write the history of RUN to a file, its arguments and results included, and verify nothing; "
+        "replaces a history that is there, and nothing else",
     )
     verify.set_defaults(run=_verify)
 
@@ -47,9 +51,15 @@ def _verify(operator: Operator, options: argparse.Namespace) -> Answer:
 def _export(operator: Operator, options: argparse.Namespace) -> Answer:
     if options.run_id is None:
         raise RefusedError("--export writes the history of one run: name it")
+    if not options.export:
+        raise RefusedError("--export takes the name of a file, and that is empty: write it like --export checkout.json")
+    if _belongs_to(operator, options.export):
+        raise RefusedError(f"{options.export} belongs to the database itself: choose another name")
     history = operator.export(options.run_id)
     try:
         path = history.write(options.export)
+    except FileExistsError as error:
+        raise RefusedError(f"{error}; choose another name, or remove it first") from None
     except OSError as error:
         raise RefusedError(f"{options.export} cannot be written: {error}") from None
     entries = len(history.document["entries"])
@@ -59,6 +69,16 @@ def _export(operator: Operator, options: argparse.Namespace) -> Answer:
         [f"run {cell(history.run_id)} of {cell(history.workflow)}: {entries} entries written to {cell(path)}"],
         note="it holds the run's arguments, results and error messages as they are: look before you check it in",
     )
+
+
+def _belongs_to(operator: Operator, path: str) -> bool:
+    """Whether it is the file of an SQLite database, or one of those that stand beside it (``-wal``, ``-turn``), there or not."""
+    store = operator.store
+    database = file_of(store.database) if store.dialect == SQLITE else None
+    if database is None:
+        return False
+    target, own = os.path.realpath(path), os.path.realpath(database)
+    return target == own or target.startswith(f"{own}-")
 
 
 def _lines(report: VerifyReport) -> list[str]:

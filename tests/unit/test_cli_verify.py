@@ -162,6 +162,29 @@ def test_a_file_that_cannot_be_written_is_told(shop: Shop, parked: FlowHandle[An
     assert "missing/checkout.json cannot be written" in done.err
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("shop.db", "shop.db belongs to the database itself"),
+        ("linked.db", "linked.db belongs to the database itself"),
+        ("./shop.db-wal", "shop.db-wal belongs to the database itself"),
+        ("notes.txt", "'notes.txt' is there already and is no history: only a history is replaced by one; choose another name"),
+        ("", "takes the name of a file, and that is empty"),
+        (".", "'.' is there already and is no history"),
+    ],
+)
+def test_an_export_destroys_nothing(shop: Shop, parked: FlowHandle[Any], name: str, says: str) -> None:
+    (shop.directory / "linked.db").symlink_to("shop.db")
+    (shop.directory / "notes.txt").write_text("keep")
+    runs = shop.sql("SELECT * FROM saga_flow_runs")
+    for through in (["--app", shop.name], ["--database", "shop.db"]):
+        done = shop.plainly(*through, "verify", parked.id, "--export", name)
+        assert (done.status, done.out) == (1, "")
+        assert says in done.err
+    assert shop.sql("SELECT * FROM saga_flow_runs") == runs
+    assert (shop.directory / "notes.txt").read_text() == "keep"
+
+
 def test_stored_text_moves_no_terminal(shop: Shop, parked: FlowHandle[Any]) -> None:
     """C70: names come from rows, and a row may hold anything."""
     shop.sql("UPDATE saga_action_runs SET actor = ? WHERE sequence = 1", "ch\x1b[31marge\u202e")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -159,13 +160,45 @@ def test_a_run_that_failed_keeps_its_failure(tour: Tour) -> None:
 def test_a_file_is_its_owners_and_is_replaced_whole(tour: Tour, run: FlowHandle[Any], tmp_path: Path) -> None:
     """SAFE-2: it holds arguments and results."""
     path = tmp_path / "tour.json"
-    path.write_text("before")
+    path.write_text('{"format": "dramatiq_saga.history", "format_version": 99}')  # of a later version of this package
+    path.chmod(0o644)
     record_history(run).write(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text(encoding="utf-8"))["entries"][0]["arguments"] == {"json": [["ada"], {}]}
     assert list(tmp_path.glob(".tour*")) == []
     with pytest.raises(FileNotFoundError):
         record_history(run).write(tmp_path / "missing" / "tour.json")
+
+
+@pytest.mark.parametrize(
+    "what", ["", "keep", "{", "[1]", '{"format": "other"}', "SQLite format 3\0", b"{\xff", "{" * 9 + '"a":' * 9_000]
+)
+def test_what_is_no_history_is_not_replaced(tour: Tour, run: FlowHandle[Any], tmp_path: Path, what: str | bytes) -> None:
+    """Whatever a hasty command names is still there afterwards: a database, an empty lock file."""
+    path = tmp_path / "kept"
+    path.write_bytes(what.encode() if isinstance(what, str) else what)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="kept' is there already and is no history"):
+        record_history(run).write(path)
+    assert path.read_bytes() == before
+    assert sorted(one.name for one in tmp_path.glob("*kept*")) == ["kept"]
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_not_replaced(tour: Tour, run: FlowHandle[Any], tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    for _ in range(2):  # to a file that is not there, and to a history
+        assert record_history(run).write(link) == link
+        assert link.is_symlink()
+        assert load_history(target).run_id == run.id
+    os.mkfifo(tmp_path / "pipe")
+    link.unlink()
+    link.symlink_to("link.json")
+    for other in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(FileExistsError):
+            record_history(run).write(other)
+    with pytest.raises(OSError, match="symbolic link"):
+        record_history(run).write(link)
 
 
 def test_values_can_be_scrubbed_before_they_are_kept(tour: Tour, run: FlowHandle[Any]) -> None:

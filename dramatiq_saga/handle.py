@@ -194,7 +194,7 @@ class FlowHandle(Generic[R]):
         return runs.compensate(self._engine, self.id, self._middleware.sender(self._broker), reason)
 
     def resume_rollback(self) -> bool:
-        """Go on with a rollback that has halted (COMP-8); false where it is going on already.
+        """Go on with a rollback that has halted (COMP-8); false where an earlier call has seen to that already.
 
         Only what is not undone yet is tried, its tries renewed; the run keeps its terminal status and its error, and ``rollback``
         is ``running`` again until it is ``done`` or halts anew.

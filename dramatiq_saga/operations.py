@@ -21,6 +21,7 @@ from dramatiq.middleware import Retries
 from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
+from .commands import command
 from .context import UNSET
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
 from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
@@ -115,6 +116,7 @@ class Cancelled:
     that of steps that were running included; ``undone`` are the steps that have been undone. ``left`` and ``never`` are what the
     rollback has still to undo, or, where ``rollback`` is ``halted``, what it has not undone, children included: see
     :class:`Resumed`. ``children`` are those that had completed or were open before it, each with what becomes of it, in words (CHILD-3).
+    ``ends_as`` is the end that a rollback leads to, which may have begun as a failure: ``None`` where there was none.
     """
 
     run_id: str
@@ -126,6 +128,7 @@ class Cancelled:
     left: tuple[Undo, ...] = ()
     never: tuple[Undo, ...] = ()
     children: tuple[tuple[EntryReport, str], ...] = ()
+    ends_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,16 +342,25 @@ class Operator:
         """Undo what a run has done, then end it.
 
         Raises:
-          RefusedError: it was cancelled before without that.
+          RefusedError: it was cancelled before without that, or it has ended and its rollback halted: that is resumed instead.
           ConcurrentTransitionError: it has ended otherwise.
         """
         handle = self._handle(run_id, "cancel")
         before, worked = self.worked(run_id)
-        answer = self._answer(run_id, before, worked, changed=handle.compensate(reason), undoes=True)
+        try:
+            changed = handle.compensate(reason)
+        except ConcurrentTransitionError as error:
+            if self.show_run(run_id).rollback != "halted":
+                raise
+            raise RefusedError(
+                f"run {run_id} is {error.actual}, and its rollback has halted: not all of its work is undone; once the cause is mended, "
+                f"`{command('resume-rollback', run_id)}` goes on with it"
+            ) from None
+        answer = self._answer(run_id, before, worked, changed=changed, undoes=True)
         if not answer.changed and answer.rollback == "none" and any(step.undo for step in answer.stands):
             raise RefusedError(
                 f"run {run_id} was cancelled before without undoing anything, and a run that has ended is never rolled back: "
-                f"see `dramatiq-saga show {run_id}`, and undo by hand what has to be undone"
+                f"see `{command('show', run_id)}`, and undo by hand what has to be undone"
             )
         return answer
 
@@ -372,7 +384,16 @@ class Operator:
             if child.kind == "child" and child.status in ("running", "completed")
         ]  # fmt: skip
         return Cancelled(
-            run_id, report.status, report.rollback, changed, tuple(stands), tuple(undone), left, never, tuple(children)
+            run_id,
+            report.status,
+            report.rollback,
+            changed,
+            tuple(stands),
+            tuple(undone),
+            left,
+            never,
+            tuple(children),
+            report.ends_as,
         )
 
     def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
@@ -421,7 +442,7 @@ class Operator:
         except ConcurrentTransitionError as error:
             raise RefusedError(
                 f"run {run_id} is {error.actual}: only a rollback that has halted is resumed, and a run that has ended is never "
-                f"restarted; see `dramatiq-saga show {run_id}`"
+                f"restarted; `{command('why', run_id)}` says what it waits for"
             ) from None
         report = self.show_run(run_id)
         left, never = _not_undone(report)
@@ -479,8 +500,8 @@ class Operator:
         tell(plan.line(engine.now()))
         return Schedule(engine, sender, plan, tell=tell).serve(stop)
 
-    def _sweeper(self, command: str) -> tuple[Engine, Sender]:
-        engine, sender = self._engine(command)
+    def _sweeper(self, action: str) -> tuple[Engine, Sender]:
+        engine, sender = self._engine(action)
         if not engine.workflows:
             raise RefusedError(
                 "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
@@ -543,21 +564,21 @@ class Operator:
             _refuse_to_create(self.store)
         self.store.prepare()
 
-    def _application(self, command: str) -> Broker:
+    def _application(self, action: str) -> Broker:
         if self.broker is None:
             raise RefusedError(
-                f"{command} needs the application, not only its database: name the module that sets its broker (--app)"
+                f"{action} needs the application, not only its database: name the module that sets its broker (--app)"
             )
         return self.broker
 
-    def _engine(self, command: str) -> tuple[Engine, Sender]:
-        broker = self._application(command)
+    def _engine(self, action: str) -> tuple[Engine, Sender]:
+        broker = self._application(action)
         self._require_tables()
         middleware = middleware_of(broker)
         return middleware.engine(broker), middleware.sender(broker)
 
-    def _handle(self, run_id: str, command: str) -> FlowHandle[Any]:
-        broker = self._application(command)
+    def _handle(self, run_id: str, action: str) -> FlowHandle[Any]:
+        broker = self._application(action)
         return FlowHandle(run_id, self.show_run(run_id).workflow, middleware=middleware_of(broker), broker=broker)
 
     def _queue_store(self) -> Store | None:

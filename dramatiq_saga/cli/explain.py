@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from ..commands import command
 from ..operations import MAX_STUCK, Operator
 from ..recovery.explain import Act, Explanation, Post, Reason
 from ..recovery.stuck import StuckReport
@@ -74,7 +75,7 @@ def _lines(found: Explanation, now: int) -> Iterator[str]:
             yield f"   do: {cell(advice)}"
     if found.more:
         yield ""
-        yield f"and {found.more} more of these; `dramatiq-saga show {cell(found.run_id)} --all` has them"
+        yield f"and {found.more} more of these; `{command('show', found.run_id, options='--all')}` has them"
     if found.messages_note is not None:
         yield ""
         yield f"messages: {cell(found.messages_note)}"

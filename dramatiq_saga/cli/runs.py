@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..clock import to_iso
+from ..commands import command
 from ..context import NOT_CAPTURED, UNSET
 from ..operations import Cancelled, Operator, RefusedError, Resumed, RunLine, Undo
 from ..report_entries import EntryReport
@@ -264,7 +265,8 @@ def _cancelled(answer: Cancelled, *, undoes: bool = False) -> Answer:
     """``undoes``: whether its work is to be undone, so that a rollback that has halted is a failure."""
     run = cell(answer.run_id)
     if answer.status == "rolling_back":
-        lines = [f"run {run} is rolling back" + ("" if answer.changed else ", and was before") + "; it will end as cancelled"]
+        before = "" if answer.changed else ", and was before"
+        lines = [f"run {run} is rolling back{before}; it will end as {answer.ends_as}"]
     else:
         lines = [f"run {run} is {answer.status}" + ("" if answer.changed else ", and was before")]
     if answer.rollback == "halted":
@@ -282,7 +284,8 @@ def _cancelled(answer: Cancelled, *, undoes: bool = False) -> Answer:
             f"  {child.sequence}  {cell(child.name)} (run {cell(child.child_id)}) {fate}" for child, fate in answer.children
         ]
     value = {
-        "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "changed": answer.changed,
+        "run_id": answer.run_id, "status": answer.status, "rollback": answer.rollback, "ends_as": answer.ends_as,
+        "changed": answer.changed,
         "children": [
             {"sequence": child.sequence, "workflow": child.name, "run_id": child.child_id, "fate": fate} for child, fate in answer.children
         ],
@@ -305,7 +308,7 @@ def _left(answer: Cancelled | Resumed) -> list[str]:
         lines += ["to be undone by hand, for nothing can build their undo:"]
         lines += [f"  {undo.sequence}  {cell(undo.name)}" for undo in answer.never]
     if halted and answer.left:
-        lines += [f"`dramatiq-saga resume-rollback {cell(answer.run_id)}` goes on with it once the cause is mended"]
+        lines += [f"`{command('resume-rollback', answer.run_id)}` goes on with it once the cause is mended"]
     return lines
 
 
@@ -350,9 +353,12 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
             done=False,
         )
     if not report.driven:
-        again = f"; its work is begun anew by a new run: dramatiq-saga send {cell(report.workflow)}"
         said = f"{run} is {report.status}: it has ended, so there is nothing to kick; nothing was done"
-        return Answer(value, [said + ("" if report.status == "completed" else again)])
+        if report.rollback == "halted":
+            said += f"; its rollback has halted: `{command('resume-rollback', report.run_id)}` goes on with it once the cause is mended"
+        elif report.status != "completed":
+            said += f"; its work is begun anew by a new run: {command('send', report.workflow)}"
+        return Answer(value, [said])
     lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
     for row in report.rows:
         what = f"{_KICKED[row.kind]} {row.sequence} ({cell(row.actor)}, {row.status})"

@@ -517,7 +517,7 @@ def resend(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
 
 
 def resume(engine: Engine, run_id: str, sender: Sender) -> bool:
-    """Set a halted rollback going again (COMP-8); false where it is going on already.
+    """Set a halted rollback going again (COMP-8); false where an earlier call has done so already.
 
     What was not undone is tried again, with ``attempts + 1`` and its tries renewed, so that a straggler of the old attempt is
     fenced; what was undone stays undone. An undo that can never be built, because the result that it needs could not be kept, is
@@ -532,7 +532,7 @@ def resume(engine: Engine, run_id: str, sender: Sender) -> bool:
         if run is None:
             raise FlowNotFoundError(run_id)
         status, rollback, _, workflow = run[:4]
-        if rollback == "running":
+        if rollback == "running" and status != "rolling_back":
             advance(engine, run_id, sender, None)  # an earlier call may have failed to send the first undo
             return False
         if rollback != "halted":
@@ -545,6 +545,8 @@ def resume(engine: Engine, run_id: str, sender: Sender) -> bool:
 
 
 def _where(status: str, rollback: str, rows: Sequence[_Row]) -> str:
+    if rollback == "running":
+        return "rolling back, and nothing of that has halted"
     if rollback == "none":
         return f"{status}, and was never rolled back"
     given_up = ", ".join(str(row.sequence) for row in rows if row.given_up)

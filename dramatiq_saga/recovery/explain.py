@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..clock import to_iso
 from ..codec import load_error
+from ..commands import command
 from ..engine import liveness
 from ..engine.retry_on_signal import Stored
 from .sweep import LONG_RUNNING_MS
@@ -241,7 +242,7 @@ class _Asking:
             "halted", f"it is {run['status']}, and its rollback has halted: what follows the failed undo was not undone, since",
             run["ended_at"], error=_error(run["rollback_error"]), rank=0,
             acts=(Act("nothing", "a halted rollback never goes on by itself", on=False),),
-            advice=(f"mend the cause, then: dramatiq-saga resume-rollback {self.id}",),
+            advice=(f"mend the cause, then: {command('resume-rollback', self.id)}",),
         )  # fmt: skip
         for sequence, actor, level, error in self._all(_FAILED_UNDOS):
             yield Reason(
@@ -375,7 +376,7 @@ class _Asking:
                 stands = "held" if child_held is not None else child_status or "not there any more"
                 yield Reason(
                     "child", f"child run {child_id} is {stands}; waited for since", since, sequence, workflow, child_id=child_id,
-                    advice=(f"ask there: dramatiq-saga why {child_id}",) if child_status else (self._kick(),),
+                    advice=(f"ask there: {command('why', child_id)}",) if child_status else (self._kick(),),
                 )  # fmt: skip
         if len(steps) == TOLD:
             count = self.tx.one(_COUNT_STEPS, (self.id,))
@@ -416,7 +417,7 @@ class _Asking:
                 acts=acts,
                 messages=self.posts.of("timer", None),
             )
-        advice = (f"if the signal is not coming by itself: dramatiq-saga signal {self.id} {name}",)
+        advice = (f"if the signal is not coming by itself: {command('signal', self.id, name or '')}",)
         return Reason(
             "signal", f"it waits for signal {name} {until}", due_at or since, sequence, name, acts=acts, advice=advice
         )
@@ -434,7 +435,7 @@ class _Asking:
         return Reason(
             kind, f"it has failed for good and is parked for signal {signal} ({used} used){until}", due_at or since, sequence, name,
             error=error, acts=acts,
-            advice=(f"mend the cause, then: dramatiq-saga signal {self.id} {signal}, or dramatiq-saga signal-retry {self.id}",),
+            advice=(f"mend the cause, then: {command('signal', self.id, signal or '')}, or {command('signal-retry', self.id)}",),
         )  # fmt: skip
 
     # --- a step, or an undo ------------------------------------------------------------------------------------------
@@ -508,7 +509,7 @@ class _Asking:
     def _never_reclaimed(self, what: str, held: str, known: dict[str, Any], started_at: int) -> Reason:
         """A row that nothing takes from its worker (RECLAIM-4)."""
         cancel = (
-            f"if its worker is gone, find out what it did, then: dramatiq-saga cancel {self.id} --compensate, or --keep"
+            f"if its worker is gone, find out what it did, then: {command('cancel', self.id, options='--compensate')}, or --keep"
             if what == "step"
             else "if its worker is gone, find out what it did: nothing runs it again, and a rollback cannot be cancelled"
         )
@@ -547,7 +548,7 @@ class _Asking:
         return () if self.posts.certain else (f"if its message is lost: {self._kick()}",)
 
     def _kick(self) -> str:
-        return f"dramatiq-saga kick {self.id}"
+        return command("kick", self.id)
 
     def _due(self, what: str, at: int) -> Act:
         """A deadline: workers look at it, with a sweep as the net under them."""

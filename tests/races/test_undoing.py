@@ -708,7 +708,8 @@ def test_only_a_halted_rollback_is_resumed(bench: MakeBench, trip: Trip) -> None
     with pytest.raises(ConcurrentTransitionError, match="it is running, and was never rolled back"):
         resume(worker, run)
     assert worker.compensate(run)
-    assert resume(worker, run) is False
+    with pytest.raises(ConcurrentTransitionError, match="it is rolling back, and nothing of that has halted"):
+        resume(worker, run)
     worker.run()
     with pytest.raises(ConcurrentTransitionError, match="it is cancelled, and its rollback is done"):
         resume(worker, run)

@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
 
 #: The rooms that are not folders.
 MODULES = {
-    "foundation": "errors statuses settings clock codec encoder context views",
+    "foundation": "errors statuses settings clock codec commands encoder context views",
     "events": "events",
     "locks": "locks",
     "flow": "flow builders child_builder groups advice options coroutines retry_policy",

@@ -943,6 +943,37 @@ def test_cancel_of_a_run_whose_rollback_halted_says_what_is_not_undone(shop: Sho
     )  # fmt: skip
 
 
+def test_a_rollback_that_has_begun_as_a_failure_ends_as_one(shop: Shop) -> None:
+    """COMP-2, COMP-9: a cancel does not change to what end it leads, and does not say so."""
+    run = shop.start()
+    shop.plan(mail=fail)
+    shop.work_until(lambda: run.status == "rolling_back" or shop.sql("SELECT 1 FROM saga_compensation_runs"))
+    shop.sql("UPDATE saga_flow_runs SET status = 'rolling_back', rollback = 'running', ends_as = 'expired', ended_at = NULL")
+    done = shop("cancel", run.id, "--compensate")
+    assert done.lines[0] == f"run {run.id} is rolling back, and was before; it will end as expired"
+    assert shop("cancel", run.id, "--compensate", "--json").value["ends_as"] == "expired"
+
+
+def halted(shop: Shop) -> FlowHandle[Any]:
+    """A run that failed, and one of whose undos did."""
+    run = shop.start()
+    shop.plan(mail=fail, refund=fail)
+    shop.work_until(lambda: run.rollback == "halted")
+    return run
+
+
+def test_a_halted_rollback_is_sent_on_by_nothing_but_a_resume(shop: Shop) -> None:
+    """COMP-8: never by a second run of the same work, of which a part stands; a kick and a cancel name the way out."""
+    run = halted(shop)
+    way_out = f"`dramatiq-saga resume-rollback {run.id}` goes on with it"
+    kicked = shop("kick", run.id)
+    assert (kicked.status, "dramatiq-saga send" in kicked.out, way_out in kicked.out) == (0, False, True)
+    refused = shop("cancel", run.id, "--compensate")
+    assert (refused.status, refused.out) == (1, "")
+    assert "is failed, and its rollback has halted: not all of its work is undone" in refused.err
+    assert way_out in refused.err
+
+
 def test_a_step_that_is_at_work_counts_as_work(shop: Shop) -> None:
     run = shop.failed_once()
     shop.sql("UPDATE saga_action_runs SET status = 'running', attempts = 2 WHERE sequence = 3")
@@ -1049,6 +1080,25 @@ def test_resume_rollback_of_a_run_that_has_none_is_refused(shop: Shop) -> None:
     assert (done.status, done.out) == (1, "")
     assert "is pending, and was never rolled back" in done.err
     assert run.status == "pending"
+
+
+def test_resume_rollback_of_one_that_is_under_way_is_refused(shop: Shop) -> None:
+    """COMP-8: nothing of it has halted; `why` says what it waits for."""
+    run = shop.failed_once()
+    assert shop("cancel", run.id, "--compensate").status == 0
+    done = shop("resume-rollback", run.id)
+    assert (done.status, done.out) == (1, "")
+    assert "is rolling back, and nothing of that has halted: only a rollback that has halted is resumed" in done.err
+    assert f"`dramatiq-saga why {run.id}` says" in done.err
+
+
+def test_what_is_advised_can_be_pasted_whatever_a_run_is_called(shop: Shop) -> None:
+    """An id may come from a customer: it is one word of a shell, and no option."""
+    assert shop("send", "checkout", "--args", '["a"]', "--run-id=-x; $(touch pwned)").status == 0
+    assert shop("cancel", "--", "-x; $(touch pwned)").status == 0
+    shop.sql("UPDATE saga_flow_runs SET rollback = 'halted'")
+    assert "`dramatiq-saga resume-rollback -- '-x; $(touch pwned)'`" in shop("kick", "--", "-x; $(touch pwned)").out
+    assert "dramatiq-saga resume-rollback -- '-x; $(touch pwned)'" in shop("why", "--", "-x; $(touch pwned)").out
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_a_link_is_followed_and_what_is_no_file_is_not_replaced(tour: Tour, run:
     os.mkfifo(tmp_path / "pipe")
     link.unlink()
     link.symlink_to("link.json")
-    for other in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+    for other in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(FileExistsError):
             record_history(run).write(other)
     with pytest.raises(OSError, match="symbolic link"):

@@ -21,6 +21,7 @@ from dramatiq.middleware import Retries
 from .brokers import dead_letters
 from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
+from .clock import to_iso
 from .commands import command
 from .context import UNSET
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
@@ -514,12 +515,18 @@ class Operator:
     ) -> PruneReport:
         """Delete runs that ended more than ``days`` ago, or until ``before`` (milliseconds) (PRUNE-1).
 
-        ``days`` is ``prune.retention_days`` where neither is given; ``dry_run`` only counts.
+        ``days`` is ``prune.retention_days`` where neither is given; ``dry_run`` only counts. Raises RefusedError for a moment to come: up to
+        it everything that ends would go.
         """
         self._require_tables()
         if before is None:
             age = self.settings.prune.retention_days if days is None else days
             before = horizon(self.store, age)
+        elif before > (now := self.store.clock.now()):
+            raise RefusedError(
+                f"{to_iso(before)} is still to come (it is {to_iso(now)} now): every run that has ended would be deleted; if that is meant, "
+                "say --days 0"
+            )
         return prune(self.store, before=before, dry_run=dry_run, limit=limit)
 
     def init(self) -> list[str]:

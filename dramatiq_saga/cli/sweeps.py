@@ -10,7 +10,7 @@ import argparse
 from datetime import UTC, datetime
 from typing import Any
 
-from ..clock import moment_to_ms
+from ..clock import moment_to_ms, to_iso
 from ..operations import Operator
 from ..recovery.sweep import as_dict, line
 from .answer import Answer, moment, times
@@ -92,7 +92,12 @@ def _limit(text: str) -> int:
 
 def _time(text: str) -> int:
     found = datetime.fromisoformat(text)
-    return moment_to_ms(found if found.tzinfo is not None else found.replace(tzinfo=UTC))
+    before = moment_to_ms(found if found.tzinfo is not None else found.replace(tzinfo=UTC))
+    try:
+        to_iso(before)
+    except OverflowError:  # in UTC it is in a year before 1, or after 9999
+        raise argparse.ArgumentTypeError(f"{text} is no moment of the years 1 to 9999 in UTC") from None
+    return before
 
 
 def _prune(operator: Operator, options: argparse.Namespace) -> Answer:
@@ -100,5 +105,5 @@ def _prune(operator: Operator, options: argparse.Namespace) -> Answer:
     runs = times(report.pruned, "run", "runs")
     line = f"{runs} would be deleted" if report.dry_run else f"{runs} deleted"
     skipped = f"; {report.skipped} skipped: changed meanwhile" if report.skipped else ""
-    value = {"before": report.before, "pruned": report.pruned, "skipped": report.skipped, "dry_run": report.dry_run}
+    value = {"before": to_iso(report.before), "pruned": report.pruned, "skipped": report.skipped, "dry_run": report.dry_run}
     return Answer(value, [f"prune: {line} that ended until {moment(report.before)}{skipped}"])

@@ -1366,13 +1366,27 @@ def test_prune_counts_on_request_and_deletes_what_ended_long_ago(shop: Shop) -> 
     assert shop("prune").out.startswith("prune: 1 run deleted")
     assert shop("show", old.id).status == 1
     assert shop("show", young.id).status == 0
-    assert json.loads(shop("prune", "--before", "2999-01-01", "--json").out)["pruned"] == 1
+    refused = shop("prune", "--before", "2999-01-01")
+    assert (refused.status, refused.out) == (1, "")
+    assert "2999-01-01T00:00:00.000Z is still to come" in refused.err
+    assert shop("prune", "--before", "2001-03-01T12:00+02:00", "--json").value == {
+        "before": "2001-03-01T10:00:00.000Z", "pruned": 0, "skipped": 0, "dry_run": False,
+    }  # fmt: skip
+    assert shop("prune", "--days", "0", "--json").value["pruned"] == 1
     assert shop("prune", "--days", "0").out.startswith("prune: 0 runs deleted")
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--days", "-1"], ["--days", "x"], ["--before", "soon"], ["--limit", "0"], ["--days", "1", "--before", "2026-01-01"]],
+    [
+        ["--days", "-1"],
+        ["--days", "x"],
+        ["--before", "soon"],
+        ["--before", "9999-12-31T23:59-23:59"],
+        ["--before", "0001-01-01T00:00+23:59"],
+        ["--limit", "0"],
+        ["--days", "1", "--before", "2026-01-01"],
+    ],
 )
 def test_a_prune_that_cannot_be_meant_ends_with_2(shop: Shop, arguments: list[str]) -> None:
     done = shop("prune", *arguments)

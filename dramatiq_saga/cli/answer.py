@@ -35,7 +35,7 @@ class Answer:
 
     def json(self) -> str:
         """For machines: one line, unless somebody is looking."""
-        text = json.dumps(self.value, indent=2 if sys.stdout.isatty() else None, default=str)
+        text = json.dumps(self.value, indent=2 if sys.stdout is not None and sys.stdout.isatty() else None, default=str)
         return text.replace("\x7f", "\\u007f")
 
 

@@ -14,7 +14,7 @@ import traceback
 from types import ModuleType
 
 import dramatiq.broker
-from dramatiq import Broker
+from dramatiq import Actor, Broker
 
 from ..middleware import SagaMiddleware
 from ..operations import RefusedError
@@ -88,7 +88,13 @@ def _named(module: ModuleType, path: str) -> Broker:
         return found
     if not callable(found):
         raise RefusedError(f"{module.__name__}:{path} is no broker but {type(found).__name__}{_or_name(module)}")
-    found()
+    if isinstance(found, Actor | type):
+        what = "an actor" if isinstance(found, Actor) else "a class"
+        raise RefusedError(f"{module.__name__}:{path} is {what}, no broker and no function that sets one{_or_name(module)}")
+    try:
+        found()
+    except (Exception, SystemExit) as error:
+        raise RefusedError(f"{module.__name__}:{path}() has failed: {type(error).__name__}: {error}{_where(error)}") from error
     broker = dramatiq.broker.global_broker
     if broker is None:
         raise RefusedError(f"{module.__name__}:{path}() was called and set no broker: call dramatiq.set_broker(broker) in it")

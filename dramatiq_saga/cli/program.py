@@ -34,8 +34,16 @@ The application is a module as for the `dramatiq` command; its variable may be n
 """
 
 
+#: Options that name a file, which may have any name.
+_FILES = ("database", "export")
+
+
 class UsageError(Exception):
     """The command line itself is wrong: exit status 2."""
+
+
+class OutputError(Exception):
+    """The answer could not be written to where it belongs: exit status 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,10 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         parser.print_usage(sys.stderr)
         return _fail(error, 2)
-    except BrokenPipeError:
-        with suppress(OSError):  # whoever read us has enough; Python must not complain about it at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OutputError as error:
+        return _fail(error, 1)
     except KeyboardInterrupt:
         return 130
     except SagaError as error:
@@ -81,12 +87,22 @@ def _is_the_brokers(error: Exception) -> bool:
 
 
 def _run(options: argparse.Namespace) -> Answer:
+    for name, value in vars(options).items():
+        if name not in _FILES and not _is_text(value):
+            raise UsageError(f"an argument is not UTF-8: {value!r}")
     operator = _operator(options)
     try:
         answer: Answer = options.run(operator, options)
         return answer
     finally:
         operator.close()
+
+
+def _is_text(value: object) -> bool:
+    """Whether it, or each of its parts, can be stored; bytes of a command line that are no UTF-8 have become half surrogate pairs."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_text, value))
+    return not isinstance(value, str) or value.encode(errors="ignore").decode() == value
 
 
 def _operator(options: argparse.Namespace) -> Operator:
@@ -139,8 +155,19 @@ def _version() -> str:
 
 
 def _print(text: str) -> None:
-    if text:
+    if not text:
+        return
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
         print(text, flush=True)
+    except OSError as error:
+        with suppress(OSError, AttributeError):  # Python must not complain about it once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # with which whoever read us has enough
+            raise OutputError(
+                f"the command was carried out, but its answer cannot be written to standard output: {error}"
+            ) from None
 
 
 def _fail(error: object, status: int) -> int:

@@ -21,7 +21,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "queues", parents=[common], help="queue depths and dead letters of a database broker",
         description="How deep each queue is, and the newest dead letters: messages that were given up.",
     )  # fmt: skip
-    queues.add_argument("--limit", type=int, default=20, metavar="N", help="how many dead letters at most (20)")
+    queues.add_argument("--limit", type=_limit, default=20, metavar="N", help="how many dead letters at most (20)")
     queues.set_defaults(run=_queues)
     actions = queues.add_subparsers(title="what to do with dead letters", dest="action")
     requeue = actions.add_parser("requeue", parents=[common], help="send a dead letter again, its tries renewed")
@@ -32,9 +32,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     purge.set_defaults(run=_purge)
 
 
+def _limit(text: str) -> int:
+    if not text.isdecimal() or not 0 < len(text.lstrip("0")) < 5:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 9999")
+    return int(text)
+
+
 def _queues(operator: Operator, options: argparse.Namespace) -> Answer:
     stats = operator.queues()
-    letters = operator.dead_letters(limit=max(1, options.limit))
+    letters = operator.dead_letters(limit=options.limit)
     depths = [(one.queue, one.ready, one.delayed, one.reserved, one.dead) for one in stats]
     lines = table(("queue", "ready", "delayed", "reserved", "dead"), depths) if stats else ["all queues are empty"]
     if letters:

@@ -17,7 +17,7 @@ import pytest
 from dramatiq import Worker
 
 from dramatiq_saga import FlowHandle, get_flow
-from dramatiq_saga.cli import main, program
+from dramatiq_saga.cli import main
 from dramatiq_saga.cli.answer import Answer, duration, moment, relative, table
 from dramatiq_saga.errors import WriteRefusedError
 from tests.support.processes import ROOT
@@ -309,11 +309,24 @@ def test_a_module_with_several_brokers_asks_which_one(shop: Shop, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("three", "has no 'three'"), ("TWO", "has no"), ("plain", "SagaMiddleware"), ("__name__", "no broker but str")],
+    [
+        ("three", "has no 'three'"),
+        ("TWO", "has no"),
+        ("plain", "SagaMiddleware"),
+        ("__name__", "no broker but str"),
+        ("SagaMiddleware", "is a class, no broker and no function that sets one; or name the broker"),
+        ("act", "is an actor, no broker"),
+        ("breaks", "breaks() has failed: ZeroDivisionError: division by zero ("),
+        ("leaves", "leaves() has failed: SystemExit: 3"),
+    ],
 )
 def test_a_name_that_is_no_broker_for_sagas_is_refused(shop: Shop, path: str, words: str) -> None:
-    done = shop.plainly("--app", f"{shop.write(TWO)}:{path}", "list")
-    assert done.status == 1
+    calls = (
+        "import dramatiq, sys\nact = dramatiq.actor(lambda: None, actor_name='act', broker=one)\n"
+        "def breaks(): 1 / 0\ndef leaves(): sys.exit(3)\n"
+    )
+    done = shop.plainly("--app", f"{shop.write(TWO + calls)}:{path}", "list")
+    assert (done.status, done.out) == (1, "")
     assert words in done.err
 
 
@@ -1177,14 +1190,49 @@ def test_the_queues_of_another_broker_are_not_shown_as_empty(shop: Shop) -> None
 # --- the program itself ----------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_has_enough_is_no_error(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(_: str) -> None:
-        raise BrokenPipeError
-
+@pytest.mark.parametrize(
+    ("output", "status", "words"),
+    [
+        ("| true", 0, ""),
+        (
+            "> /dev/full",
+            1,
+            "was carried out, but its answer cannot be written to standard output: [Errno 28] No space left on device",
+        ),
+        (">&-", 1, "was carried out, but its answer cannot be written to standard output: it is closed"),
+    ],
+)
+def test_an_answer_that_nobody_takes(shop: Shop, output: str, status: int, words: str) -> None:
+    """A reader that has enough is no error; an answer that is lost is one, and never the broker's."""
     shop.start()
-    monkeypatch.setattr(program, "_print", closed)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    assert shop("list").status == 0
+    command = f'set -o pipefail; "{sys.executable}" -m dramatiq_saga.cli --database shop.db list --json {output}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, words in done.stderr, done.stderr.count("\n")) == (status, True, status), done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "\udcff"], ["why", "\udcff"], ["list", "--workflow", "\udcff"], ["list", "--tag", "a=\udcff"], ["queues", "purge", "\udcff"],
+        ["list", "--awaiting-signal", "\udcff"], ["kick", "\udcff"], ["cancel", "x", "--reason", "\udcff"], ["verify", "--workflow", "\udcff"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_arguments_that_are_no_text_are_bad_usage(shop: Shop, arguments: list[str]) -> None:
+    """What a shell hands over as bytes that are no UTF-8; nothing that is stored has such a name."""
+    shop("init")
+    done = shop(*arguments)
+    assert (done.status, done.out) == (2, "")
+    assert "an argument is not UTF-8: " in done.err
+    assert "\\udcff" in done.err
+
+
+@pytest.mark.parametrize("limit", ["0", "-5", "abc", "10000", "9" * 5000, "00"])
+def test_a_number_of_dead_letters_that_cannot_be_is_bad_usage(shop: Shop, limit: str) -> None:
+    done = shop("queues", f"--limit={limit}")
+    assert (done.status, done.out) == (2, "")
+    assert "is no number from 1 to 9999" in done.err
 
 
 def test_a_defect_is_not_dressed_up_as_a_refusal(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ from .store.sql import SQLITE
 from .workflow import workflows_of
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from dramatiq import Broker
 
     from .engine.core import Engine, Sender
@@ -480,8 +482,8 @@ class Operator:
         *,
         stop: SimpleQueue[str],
         tell: Callable[[str], None],
-        monitor_seconds: float | None = None,
-        repair_seconds: float | None = None,
+        monitor_seconds: float | timedelta | None = None,
+        repair_seconds: float | timedelta | None = None,
         prune_at: str | None = PRUNE_AT,
         timezone: str = "UTC",
     ) -> str:
@@ -503,11 +505,7 @@ class Operator:
 
     def _sweeper(self, action: str) -> tuple[Engine, Sender]:
         engine, sender = self._engine(action)
-        if not engine.workflows:
-            raise RefusedError(
-                "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
-                "actors (--app), the one that `dramatiq` is started with"
-            )
+        require_workflows(engine)
         return engine, sender
 
     def prune(
@@ -702,6 +700,15 @@ def run_of(letter: DeadLetter) -> str | None:
     facts = message.options.get(OPTION) if message is not None else None
     run = facts.get("run") if isinstance(facts, dict) else None
     return run if isinstance(run, str) else None
+
+
+def require_workflows(engine: Engine) -> None:
+    """Raise RefusedError where the application declares no workflow: a sweep could drive nothing, and would call its actors unknown."""
+    if not engine.workflows:
+        raise RefusedError(
+            "the application declares no workflow, so a sweep could drive nothing: name the module that imports the workflows and "
+            "actors (--app), the one that `dramatiq` is started with"
+        )
 
 
 def _refuse_to_create(store: Store) -> None:

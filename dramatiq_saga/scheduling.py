@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .middleware import middleware_of
+from .operations import require_workflows
 from .recovery.schedule import PRUNE_AT, Plan, Schedule
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from dramatiq import Broker
 
 
@@ -19,8 +22,8 @@ def add_jobs(
     scheduler: Any,
     broker: Broker,
     *,
-    monitor_seconds: float | None = None,
-    repair_seconds: float | None = None,
+    monitor_seconds: float | timedelta | None = None,
+    repair_seconds: float | timedelta | None = None,
     prune_at: str | None = PRUNE_AT,
     timezone: str = "UTC",
     jobstore: str = "default",
@@ -29,7 +32,7 @@ def add_jobs(
     """Add the sweeps of the application on ``broker`` to an APScheduler 3 of any kind (LOOP-1).
 
     Parameters:
-      monitor_seconds: the interval of the monitor; ``loop.monitor_seconds`` unless given.
+      monitor_seconds: the interval of the monitor, seconds from 0.1 to a day or a ``timedelta``; ``loop.monitor_seconds`` unless given.
       repair_seconds: the interval of the doctor, ``loop.repair_seconds`` unless given; there is none where ``repair.enabled`` is off.
       prune_at: the time of day, as ``"04:15"``, at which runs are deleted that ended more than ``prune.retention_days`` ago;
         ``None`` for never.
@@ -41,12 +44,14 @@ def add_jobs(
     done within the interval, is left to that; one that fails is logged and ends nothing.
 
     Raises:
+      RefusedError: the application declares no workflow, so a sweep could drive nothing.
       ValueError: an interval, a time or a zone that cannot be.
       MissingExtraError: there is no APScheduler 3.11 or later 3.x.
       MiddlewareOrderError: the broker has no SagaMiddleware.
     """
     middleware = middleware_of(broker)
     engine = middleware.engine(broker)
+    require_workflows(engine)
     plan = Plan.make(
         engine.settings, monitor_seconds=monitor_seconds, repair_seconds=repair_seconds, prune_at=prune_at, timezone=timezone
     )

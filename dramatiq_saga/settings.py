@@ -30,6 +30,9 @@ from .statuses import ChildClosePolicy, CompensationFailurePolicy, ParallelFailu
 #: What every environment name begins with; the key's path follows in capitals, joined by two underscores.
 ENV_PREFIX = "DRAMATIQ_SAGA__"
 
+#: Shortest interval of sweeps, in seconds: below it a process would do little else.
+MIN_INTERVAL = 0.1
+
 #: Longest duration that is believed, in seconds: about 31 years.
 MAX_SECONDS = 1_000_000_000
 
@@ -383,7 +386,7 @@ def _number(text: str) -> int | float:
             raise ValueError(f"must be a number, not {_shown(text)}") from None
 
 
-def _duration(meaning: str, *, least: int | None = None, unit: str = "seconds") -> _Rule:
+def _duration(meaning: str, *, least: float | None = None, unit: str = "seconds") -> _Rule:
     unit_seconds = {"seconds": 1, "days": 86_400}[unit]
     wanted = f"a number of {unit} {'above 0' if least is None else f'of at least {least}'}, or a timedelta"
 
@@ -545,9 +548,12 @@ _RULES: dict[str, _Rule] = {
     "repair.backoff.max_seconds": _duration("longest pause between two repairs of one row, in seconds"),
     "loop.enabled": _flag("monitor and repair inside worker processes, so that no cron is needed"),
     "loop.monitor_seconds": _duration(
-        "how often workers, or `schedule`, monitor: one pass per interval, however many they are, in seconds"
+        "how often workers, or `schedule`, monitor: one pass per interval, however many they are, in seconds",
+        least=MIN_INTERVAL,
     ),
-    "loop.repair_seconds": _duration("how often workers, or `schedule`, repair, in seconds; only where `repair.enabled`"),
+    "loop.repair_seconds": _duration(
+        "how often workers, or `schedule`, repair, in seconds; only where `repair.enabled`", least=MIN_INTERVAL
+    ),
     "locks.run_ttl_seconds": _duration("when a lock on a run that was never released gives way, in seconds"),
     "locks.action_ttl_seconds": _duration("the same for a step"),
     "locks.compensation_ttl_seconds": _duration("the same for a compensation"),

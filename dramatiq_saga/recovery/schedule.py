@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from datetime import time as time_of_day
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ import structlog
 
 from ..clock import SystemClock, to_iso
 from ..errors import MissingExtraError
+from ..settings import MIN_INTERVAL
 from . import passes
 from .passes import Skipped
 from .prune import horizon, prune
@@ -60,8 +61,8 @@ class Plan:
         cls,
         settings: Settings,
         *,
-        monitor_seconds: float | None = None,
-        repair_seconds: float | None = None,
+        monitor_seconds: float | timedelta | None = None,
+        repair_seconds: float | timedelta | None = None,
         prune_at: str | None = PRUNE_AT,
         timezone: str = "UTC",
     ) -> Plan:
@@ -193,9 +194,10 @@ class Schedule:
             self._engine.store.close_thread()
 
 
-def _interval(seconds: float) -> float:
-    if not 0 < seconds <= 86_400:
-        raise ValueError(f"{seconds!r} is no interval: a number of seconds, more than 0 and at most a day (86400)")
+def _interval(given: float | timedelta) -> float:
+    seconds: Any = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not MIN_INTERVAL <= seconds <= 86_400:
+        raise ValueError(f"{given!r} is no interval: a number of seconds from {MIN_INTERVAL} to 86400 (a day), or a timedelta")
     return seconds
 
 

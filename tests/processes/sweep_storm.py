@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import dramatiq
@@ -11,7 +12,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from dramatiq_saga import Settings
 from dramatiq_saga.cli import main
 from dramatiq_saga.clock import SystemClock
-from dramatiq_saga.scheduling import add_jobs
+from dramatiq_saga.recovery.schedule import Plan, Schedule
 from tests.support.gates import Gates
 from tests.support.workbench import Workbench
 
@@ -40,7 +41,8 @@ def storm(way: str, rounds: int) -> None:
     """Sweep once each round, as soon as its gate opens: by the command, or as the jobs of a scheduler do."""
     scheduler = BackgroundScheduler()
     scheduler.start(paused=True)
-    add_jobs(scheduler, bench.broker, monitor_seconds=0.001, repair_seconds=0.001)
+    always_due = replace(Plan.make(bench.engine.settings), monitor_seconds=0.001, repair_seconds=0.001)
+    Schedule(bench.engine, bench.sender, always_due).add_to(scheduler)
     jobs = [scheduler.get_job(f"dramatiq-saga.{name}").func for name in ("monitor", "repair")]
     for number in range(rounds):
         Gates.from_env().reach(f"round-{number}")

@@ -68,7 +68,7 @@ def test_a_schedule_goes_on_after_a_sleep_and_stops_in_order(field: Field) -> No
 def test_a_schedule_outlives_its_connections(database_url: str, make_field: Callable[..., Field]) -> None:
     """LOOP-1, C41, C59: every connection of the process is cut by the server; a pass may fail, the next ones do not."""
     field = make_field(database_url)
-    schedule = field.start("schedule", "--monitor-seconds", "0.05", "--prune-at", "never")
+    schedule = field.start("schedule", "--monitor-seconds", "0.1", "--prune-at", "never")
     for _ in range(3):
         before = passes(field, "monitor")
         eventually(lambda: passes(field, "monitor") > before + 1)

@@ -13,6 +13,7 @@ from dramatiq_saga import SagaMiddleware, Settings
 from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
 from dramatiq_saga.errors import SettingsError
 from dramatiq_saga.operations import Operator, RefusedError
+from dramatiq_saga.scheduling import add_jobs
 from dramatiq_saga.settings import ENV_PREFIX, Backoff, Expiration, Monitor, Repair, reference
 
 LEAVES = "not a function"
@@ -29,6 +30,7 @@ async def later() -> None: ...
 
 ABOVE_0 = "must be a number of seconds above 0, or a timedelta"
 AT_LEAST_0 = "must be a number of seconds of at least 0, or a timedelta"
+AT_LEAST_TENTH = "must be a number of seconds of at least 0.1, or a timedelta"
 AT_LEAST_1 = "must be a number of seconds of at least 1, or a timedelta"
 WHOLE = "must be a whole number of at least 1"
 FLAG = "must be True or False"
@@ -70,8 +72,9 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("repair.backoff.base_seconds", 0, ABOVE_0),
     ("repair.backoff.base_seconds", 301, "is above repair.backoff.max_seconds, 300: lower the one or raise the other"),
     ("repair.backoff.max_seconds", 0, ABOVE_0),
-    ("loop.monitor_seconds", -30, ABOVE_0),
-    ("loop.repair_seconds", 0, ABOVE_0),
+    ("loop.monitor_seconds", -30, AT_LEAST_TENTH),
+    ("loop.monitor_seconds", timedelta(milliseconds=99), AT_LEAST_TENTH),
+    ("loop.repair_seconds", 0.01, AT_LEAST_TENTH),
     ("locks.run_ttl_seconds", 0, ABOVE_0),
     ("locks.action_ttl_seconds", 0, ABOVE_0),
     ("locks.action_ttl_seconds", 10**12, "of at most 1000000000 seconds"),
@@ -304,6 +307,8 @@ def test_a_sweep_without_the_applications_workflows_is_refused(tmp_path: Path) -
         RefusedError, match=r"declares no workflow.*name the module that imports the workflows and actors \(--app\)"
     ):
         operator.sweep()
+    with pytest.raises(RefusedError, match="declares no workflow"):
+        add_jobs(None, broker)
     operator.close()
 
 

@@ -111,13 +111,13 @@ def test_a_schedule_says_its_plan_and_what_it_does_and_a_signal_stops_it(
 
     monkeypatch.setattr(schedules.Schedule, "__init__", init)
     done = shop(
-        "schedule", "--monitor-seconds", "0.01", "--repair-seconds", "0.01", "--timezone", "Europe/Berlin", "--prune-at", "3:00"
+        "schedule", "--monitor-seconds", "0.1", "--repair-seconds", "0.1", "--timezone", "Europe/Berlin", "--prune-at", "3:00"
     )
     assert (done.status, done.out) == (0, f"schedule: stopped by {name}\n")
     assert told == ["repair: 1 driven (runs)"]
     plan, swept = done.err.splitlines()
     assert (
-        "Z monitor every 0.01 s; repair every 0.01 s; prune of what ended over 90 days ago daily at 03:00 Europe/Berlin" in plan
+        "Z monitor every 0.1 s; repair every 0.1 s; prune of what ended over 90 days ago daily at 03:00 Europe/Berlin" in plan
     )
     assert swept.endswith("Z repair: 1 driven (runs)")
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
@@ -134,7 +134,7 @@ def test_a_schedule_of_the_settings_repairs_and_prunes_only_if_it_is_to(shop: Sh
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--monitor-seconds", "0"], "is no interval"),
+        (["--monitor-seconds", "0.09"], "is no interval"),
         (["--repair-seconds", "often"], "often"),
         (["--prune-at", "25:00"], "is no time of day"),
         (["--timezone", "Europe/Nowhere"], "is no time zone"),

@@ -118,12 +118,18 @@ def test_a_plan_is_that_of_the_settings_and_says_its_zone() -> None:
         "first at 2027-01-15T22:30:00.000Z"
     )
     assert Plan.make(Settings(), prune_at=None).line(0).endswith("; no prune")
+    assert (
+        Plan.make(REPAIRING, monitor_seconds=timedelta(minutes=2), repair_seconds=timedelta(milliseconds=100))
+        .line(0)
+        .startswith("monitor every 120 s; repair every 0.1 s; ")
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"monitor_seconds": 0}, {"monitor_seconds": float("nan")}, {"repair_seconds": -1}, {"repair_seconds": 86_401},
+        {"monitor_seconds": 0}, {"monitor_seconds": True}, {"monitor_seconds": "30"}, {"repair_seconds": 0.09},
+        {"monitor_seconds": float("nan")}, {"repair_seconds": -1}, {"repair_seconds": 86_401},
         {"prune_at": "24:00"}, {"prune_at": "4"}, {"prune_at": "15 4 * * *"}, {"timezone": "Europe/Nowhere"}, {"timezone": "../x"},
         {"timezone": "Europe"}, {"timezone": ""},
     ],
@@ -306,7 +312,7 @@ def serving(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     def serve(**options: Any) -> Workbench:
         bench = make_bench()
-        plan = Plan.make(REPAIRING, **{"monitor_seconds": 0.01, "repair_seconds": 0.01, **options})
+        plan = Plan.make(REPAIRING, **{"monitor_seconds": 0.1, "repair_seconds": 0.1, **options})
         schedule = Schedule(bench.engine, bench.sender, plan)
         threads.append(threading.Thread(target=lambda: reasons.append(schedule.serve(stop))))
         threads[0].start()

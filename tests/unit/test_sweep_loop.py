@@ -113,7 +113,7 @@ def test_where_repair_is_off_a_loop_monitors_only(make_bench: MakeBench, tmp_pat
 @pytest.mark.parametrize("joins", [True, False], ids=["joined", "deferred"])
 def test_workers_with_a_loop_make_good_what_was_lost(make_bench: MakeBench, joins: bool) -> None:
     """LOOP-1: a message is gone, there is no cron, and the run completes."""
-    bench = looping(make_bench, monitor=0.01, repair=0.01, joins=joins)
+    bench = looping(make_bench, monitor=0.1, repair=0.1, joins=joins)
     run = bench.send()
     bench.drive(run)
     bench.lose_messages()
@@ -124,7 +124,7 @@ def test_workers_with_a_loop_make_good_what_was_lost(make_bench: MakeBench, join
 
 def test_a_worker_without_a_loop_does_not_sweep(make_bench: MakeBench) -> None:
     """loop.enabled is off by default."""
-    bench = make_bench(settings=Settings.from_mapping({"repair.enabled": True, "loop.monitor_seconds": 0.01}))
+    bench = make_bench(settings=Settings.from_mapping({"repair.enabled": True, "loop.monitor_seconds": 0.1}))
     with bench.working():
         assert loop_threads() == []
     assert passes(bench) == {}
@@ -152,7 +152,7 @@ def test_a_loop_outlives_what_goes_wrong_and_ends_with_the_last_worker(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LOOP-1, C41: a store that is away, a fault in a pass; two workers of one process share a loop."""
-    bench = looping(make_bench, monitor=0.001, repair=0.001)
+    bench = looping(make_bench, monitor=0.1, repair=0.1)
     came = threading.Semaphore(0)
     errors: list[Exception] = [StoreError("the server is away"), ZeroDivisionError("a fault")]
 

@@ -1,6 +1,7 @@
 """The doctor: sends again what was lost, off until ``repair.enabled`` (DOCTOR-1).
 
-* R1: a ``pending`` step or compensation whose message is lost, and one between two tries whose next try never came.
+* R1: a ``pending`` step or compensation that nobody has taken, and one whose next try nobody has taken: the message of either is lost,
+  or waits behind too many others, and from here the two look the same.
 * R2: a run with wakes that no drive has seen.
 * R3: a ``running`` row past its reclaim deadline, or of a dead worker (RECLAIM-5); the claim decides, the doctor only sends the
   message that asks for it.
@@ -81,7 +82,7 @@ class Rule:
 
 _NEVER_STARTED = Rule(
     "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ?", "r.created_at",
-    "R1: its message is lost",
+    "R1: nobody has taken it",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
@@ -89,10 +90,10 @@ _UNDO_NEVER_STARTED = Rule(
     f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
     f"AND COALESCE(r.not_before, 0) <= ? AND {LEVEL_RUNS}",
     "r.created_at",
-    "R1: its message is lost",
+    "R1: nobody has taken it",
 )
-_STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
-_UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
+_STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: nobody has taken its next try")
+_UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: nobody has taken its next try")
 _STEP_STALE = Rule(
     "R3", STEP, f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,13 +33,15 @@ ODD = [
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_a_shell_and_the_program_read_what_was_meant(text: str) -> None:
+def test_a_shell_and_the_program_read_what_was_meant(text: str, tmp_path: Path) -> None:
     printed = command("cancel", text, options="--compensate")
     assert printable(printed) == printed
     show = "import json, sys; print(json.dumps(sys.argv[1:]))"
     pasted = printed.replace("dramatiq-saga", f'"{sys.executable}" -c "{show}"', 1)
     environment = {"LC_ALL": "C.UTF-8", "PATH": "/bin:/usr/bin"}
-    done = subprocess.run(["bash", "-c", pasted], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    done = subprocess.run(
+        ["bash", "-c", pasted], capture_output=True, text=True, env=environment, timeout=60, check=True, cwd=tmp_path
+    )
     options = make_parser().parse_args(json.loads(done.stdout))
     assert (options.command, options.run_id, options.compensate) == ("cancel", text, True)
 

@@ -258,11 +258,12 @@ class Store:
     def _measure(self) -> None:
         """For the clock: have the server asked. An engine thread must not wait for that; it asks before its next operation.
 
-        Urgent, for whoever beats asks for the time first.
+        Urgent where anything is, for whoever beats asks for the time first; elsewhere no second connection is opened for it.
         """
         correction = self._correction
         if correction is not None and getattr(self._local, "tx", None) is None:
-            self._control(lambda: correction.measure(self.database.cursor(), self.dialect), urgent=True)
+            urgent = isinstance(self._engine, Servers) and self._engine.serves_urgent
+            self._control(lambda: correction.measure(self.database.cursor(), self.dialect), urgent=urgent)
 
     def _moved(self) -> None:
         """The file at the path is another one now, or none."""

@@ -104,6 +104,11 @@ class Servers:
                 thread.start()
                 lane.threads.append(thread)
 
+    @property
+    def serves_urgent(self) -> bool:
+        """Whether an urgent ticket has come: this is a worker process, which says that it lives."""
+        return bool(self._urgent.threads)
+
     def close(self) -> None:
         """Finish what is queued, close the connections, end the threads. The next operation starts anew."""
         with self._lock:

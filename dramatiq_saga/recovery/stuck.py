@@ -1,9 +1,9 @@
 """Which runs need a human: what ``stuck`` lists (RECLAIM-4, COMP-4, HISTORY-1, DOCTOR-1, EXPIRE-2).
 
 These are halted rollbacks, overdue runs whose rollback cannot be planned, held runs, rows that have spent their repairs, rows that are
-running and that nothing will ever reclaim, rows that are free to be taken over and that no message has come for, with the doctor off, and
-runs of workflows that the application does not declare. It only reads, in a transaction of the caller's, from indexes of live rows and of
-unhappy runs, at most ``limit`` rows of each kind.
+running and that nothing will ever reclaim, rows and runs that have been free for an hour and that no worker has come for, and
+runs of workflows that the application does not declare. Beside them it tells whether anything sweeps. It only reads, in a transaction of
+the caller's, from indexes of live rows and of unhappy runs, at most ``limit`` rows of each kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..codec import load_error
 from ..engine import liveness
 from ..errors import in_one_line
 from ..store.models import LIVE
-from .doctor import list_spent
+from .doctor import list_left, list_spent
+from .passes import LastPasses, read_last
 from .rows import COMPENSATION, STEP, TABLES, WANTED
 from .sweep import LONG_RUNNING, LONG_RUNNING_MS, never_reclaimed_sql
 
@@ -36,6 +37,8 @@ _HELD = (
 )
 _RUNNING = "SELECT r.run_id, r.started_at, r.sequence, r.actor, r.worker_id FROM {%s} r WHERE %s ORDER BY r.started_at LIMIT ?"
 _UNDECLARED = f"SELECT id, created_at, workflow FROM {{flow_runs}} WHERE {LIVE}%s ORDER BY created_at, id LIMIT ?"
+_NAMES = {STEP: "step", COMPENSATION: "undo of step"}
+_TAKE_OVER = "see that workers run, then kick"
 _FACTS = "SELECT workflow, status, rollback FROM {flow_runs} WHERE id = ?"
 
 
@@ -63,14 +66,18 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class StuckReport:
-    """The runs that need a human, each once, the gravest reasons first. ``more``: there are others that the limit has cut off."""
+    """The runs that need a human, each once, the gravest reasons first. ``more``: there are others that the limit has cut off.
+
+    ``passes``: when something last swept. Where nothing does, an empty list does not mean that all goes on by itself.
+    """
 
     runs: tuple[Stuck, ...]
     more: bool
+    passes: LastPasses
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
-        return {"runs": [run.as_dict() for run in self.runs], "more": self.more}
+        return {"runs": [run.as_dict() for run in self.runs], "more": self.more, "last_passes": self.passes.as_dict()}
 
 
 def stuck(tx: Tx, *, settings: Settings, now: int, limit: int, declared: Collection[str] | None) -> StuckReport:
@@ -86,7 +93,7 @@ def stuck(tx: Tx, *, settings: Settings, now: int, limit: int, declared: Collect
         if facts is not None:
             workflow, status, rollback = facts
             runs.append(Stuck(run_id, workflow, status, rollback, kind, since, reason, advice, counts[run_id] - 1))
-    return StuckReport(tuple(runs), len(found) > limit)
+    return StuckReport(tuple(runs), len(found) > limit, read_last(tx, now))
 
 
 def _find(
@@ -109,8 +116,7 @@ def _find(
             reason = f"{_at_work(kind, sequence, actor, worker)}, and nothing will ever reclaim it"
             advice = "find out what it did, then cancel" if kind == STEP else "find out what it did"
             yield run_id, "never_reclaimed", at, reason, advice
-    if not (settings.repair.enabled and settings.repair.redispatch_stale_running_actions):
-        yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
+    yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
     if declared is not None:
         names = sorted(declared)
         sql = _UNDECLARED % (" AND workflow <> ?" * len(names))
@@ -125,8 +131,10 @@ def _find(
 
 
 def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Iterator[tuple[str, str, int, str, str]]:
-    """Rows that have been free for an hour, by their reclaim deadline or their worker's silence: no message has come for them, and
-    with R3 off none will be sent."""
+    """What has been free for an hour, whatever the doctor's switches say: an hour of nobody coming means that nobody is there.
+
+    Rows are free by their reclaim deadline or their worker's silence, or since their message was due; runs since their wake.
+    """
     free, params = "r.reclaim_stale_at <= ?", [horizon, horizon]
     if liveness.is_on(settings):
         free += f" OR ({liveness.dead_sql('r.worker_id')})"
@@ -137,12 +145,14 @@ def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Ite
             reason = (
                 f"{_at_work(kind, sequence, actor, worker)}; free to be taken over for an hour, and no worker has come for it"
             )
-            yield run_id, "not_taken_over", at, reason, "see that workers run, then kick"
+            yield run_id, "not_taken_over", at, reason, _TAKE_OVER
+    for what, run_id, at, sequence, actor in list_left(tx, horizon=horizon, limit=limit):
+        row = "its drive" if what is None else f"{_NAMES[what]} {sequence} {actor}"
+        yield run_id, "not_taken_over", at, f"{row} has been due for an hour, and no worker has come for it", _TAKE_OVER
 
 
 def _at_work(kind: str, sequence: int, actor: str, worker: str | None) -> str:
-    what = "step" if kind == STEP else "undo of step"
-    return f"{what} {sequence} {actor} is running on {liveness.name_of(worker)}"
+    return f"{_NAMES[kind]} {sequence} {actor} is running on {liveness.name_of(worker)}"
 
 
 def _because(text: str | None) -> str:

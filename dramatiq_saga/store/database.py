@@ -207,14 +207,14 @@ class Store:
         def run() -> list[str]:
             found = migrations.version(self.database, self.prefix)
             if found is not None and found > migrations.latest():
-                raise SchemaVersionError(found, migrations.latest())
+                raise SchemaVersionError(found, migrations.latest(), self.prefix)
             return migrations.migrate(self.database, self.prefix)
 
         return self._control(run)
 
     def _expect(self, found: str | None) -> None:
         if found != migrations.latest():
-            raise SchemaVersionError(found, migrations.latest())
+            raise SchemaVersionError(found, migrations.latest(), self.prefix)
 
     def _prepare(self) -> None:
         """On an engine thread, before its first operation: see to the tables."""

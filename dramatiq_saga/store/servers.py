@@ -232,8 +232,8 @@ class _ServerThread(Thread):
         """The error for an operation that is certain not to have happened."""
         if fate is Fate.OTHER:
             return error  # the operation's own, a statement's of it, or a check's of the schema
-        what = "the database refused the read" if ticket.read else "the database refused the write"
-        return _told(StoreError if ticket.read else WriteRefusedError, what, phase, error, ticket)
+        asked = "the connection" if phase == "connect" else "the read" if ticket.read else "the write"
+        return _told(StoreError if ticket.read else WriteRefusedError, f"the database refused {asked}", phase, error, ticket)
 
     # --- one transaction ---------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Which runs need a human: what ``stuck`` lists (RECLAIM-4, COMP-4, HISTORY-1, DOCTOR-1, EXPIRE-2).
 
 These are halted rollbacks, overdue runs whose rollback cannot be planned, held runs, rows that have spent their repairs, rows that are
-running and that nothing will ever reclaim, rows that are free to be taken over and that no message has come for, with the doctor off, and
-runs of workflows that the application does not declare. It only reads, in a transaction of the caller's, from indexes of live rows and of
-unhappy runs, at most ``limit`` rows of each kind.
+running and that nothing will ever reclaim, and runs of workflows that the application does not declare; with the doctor off, also
+rollbacks that nobody has ended and rows that are free to be taken over and that no message has come for. It only reads, in a transaction of
+the caller's, from indexes of live rows and of unhappy runs, at most ``limit`` rows of each kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..engine import liveness
 from ..errors import in_one_line
 from ..store.models import LIVE
 from .doctor import list_spent
-from .rows import COMPENSATION, STEP, TABLES, WANTED
+from .rows import COMPENSATION, STEP, TABLES, UNDONE_AT, UNENDED, WANTED
 from .sweep import LONG_RUNNING, LONG_RUNNING_MS, never_reclaimed_sql
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..store.database import Tx
 
 _HALTED = "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?"
+_UNENDED = f"SELECT r.id, {UNDONE_AT} FROM {{flow_runs}} r WHERE {UNENDED} ORDER BY r.created_at LIMIT ?"
 _UNPLANNABLE = (
     f"SELECT id, expires_at, expiry_attempts, hold_error FROM {{flow_runs}} WHERE expires_at IS NOT NULL AND {LIVE} "
     "AND expires_at <= ? AND expiry_attempts > 0 AND status <> 'rolling_back' ORDER BY expires_at LIMIT ?"
@@ -95,6 +96,9 @@ def _find(
     """Run, kind, since, reason and advice, the gravest kinds first."""
     for run_id, at, error in tx.all(_HALTED, (limit,)):
         yield run_id, "halted", at, f"its rollback has halted{_because(error)}", "mend the cause, then resume-rollback"
+    if not (settings.repair.enabled and settings.repair.wake_stuck_flows):
+        for run_id, at in tx.all(_UNENDED, (now - LONG_RUNNING_MS, limit)):
+            yield run_id, "not_ended", at, "its undos have all ended, and nobody has ended its rollback for an hour", "kick"
     for run_id, at, times, error in tx.all(_UNPLANNABLE, (now, limit)):
         reason = f"overdue, and its rollback could not be planned ({times} so far){_because(error)}"
         yield run_id, "overdue", at, reason, "deploy code that fits its history, or cancel"

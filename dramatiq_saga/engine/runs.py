@@ -55,6 +55,7 @@ _HOLD = (
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+_FOUND_UNSEEN = f"{_FOUND} AND wakes > wakes_seen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,10 @@ class Found:
     hold_count: int
 
 
-def as_found(engine: Engine, run_id: str) -> Found | None:
-    """The run as it stands; ``None`` where it is not live."""
-    row = engine.store.read(lambda tx: tx.one(_FOUND, (run_id,)))
+def as_found(engine: Engine, run_id: str, *, unseen: bool = False) -> Found | None:
+    """The run as it stands; ``None`` where it is not live or, with ``unseen``, where drives have seen all that has happened to it."""
+    sql = _FOUND_UNSEEN if unseen else _FOUND
+    row = engine.store.read(lambda tx: tx.one(sql, (run_id,)))
     return None if row is None else Found(run_id, *row)
 
 

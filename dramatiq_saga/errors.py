@@ -409,16 +409,23 @@ class SettingsError(SagaError, ValueError):
 
 
 class SchemaVersionError(SagaError):
-    """The tables are missing, older or newer than this code (SAFE-3). ``found`` is ``None`` where they are missing."""
+    """The tables are missing, older or newer than this code (SAFE-3). ``found`` is ``None`` where they are missing.
 
-    def __init__(self, found: str | None, expected: str) -> None:
-        super().__init__(found, expected)
+    ``prefix`` is what the names of the tables that were looked for begin with.
+    """
+
+    def __init__(self, found: str | None, expected: str, prefix: str) -> None:
+        super().__init__(found, expected, prefix)
         self.found = found
         self.expected = expected
+        self.prefix = prefix
 
     def __str__(self) -> str:
         if self.found is None:
-            return "the tables of dramatiq-saga are missing: run `dramatiq-saga init`, or set schema.auto_create"
+            return (
+                f"the tables of dramatiq-saga are missing: none begins with {self.prefix!r} (schema.table_prefix, "
+                "DRAMATIQ_SAGA__SCHEMA__TABLE_PREFIX); where that is the right prefix, run `dramatiq-saga init`, or set schema.auto_create"
+            )
         if _version(self.found) > _version(self.expected):
             return f"the schema is at {self.found}, newer than this code ({self.expected}): upgrade dramatiq-saga here"
         return f"the schema is at {self.found}, this code needs {self.expected}: run `dramatiq-saga init` to migrate it"

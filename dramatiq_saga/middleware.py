@@ -155,6 +155,7 @@ class SagaMiddleware(Middleware):
         self._timers: TimerLoop | None = None
         self._heartbeat: Heartbeat | None = None
         self._sweeps: SweepLoop | None = None
+        self._workers: set[Worker] = set()  # that have begun to boot and not to stop
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
         made.add(self)
@@ -301,7 +302,11 @@ class SagaMiddleware(Middleware):
         engine = self.engine(broker)
         ensure_group_callbacks(broker, self, store=engine.store)
         engine.queues = set(worker.consumer_whitelist) if worker.consumer_whitelist else None
-        if not self.runner(broker).sender.joins and not self.settings.repair.enabled:
+        runner = self.runner(broker)
+        with self._lock:
+            self._workers.add(worker)
+            runner.stopping.clear()
+        if not runner.sender.joins and not self.settings.repair.enabled:
             self.log.warning(
                 "repair_is_off",
                 meaning="with this broker, a message that is lost after its row was committed waits for a redelivery: turn repair on "
@@ -330,11 +335,14 @@ class SagaMiddleware(Middleware):
                 thread.start()
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        """With the last worker of the process its patience ends; others may go on here, and wait out what the store refuses (NATIVE-7)."""
         for thread in (self._timers, self._sweeps):
             if thread is not None:
                 thread.stop()
-        if self._runner is not None:
-            self._runner.stopping.set()
+        with self._lock:
+            self._workers.discard(worker)
+            if self._runner is not None and not self._workers:
+                self._runner.stopping.set()
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Its threads have ended, or been left behind: no claim is made any more (RECLAIM-5)."""

@@ -10,7 +10,8 @@ Long because every action is a method of one class, and most of each is the prom
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,7 +24,13 @@ from .brokers.database import DatabaseBroker
 from .brokers.dead_letters import DeadLetter, QueueStats
 from .context import UNSET
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
-from .errors import ConcurrentTransitionError, FlowNotFoundError, SagaError
+from .errors import (
+    CannotSignalRollingBackFlowError,
+    CannotSignalTerminalFlowError,
+    ConcurrentTransitionError,
+    FlowNotFoundError,
+    SagaError,
+)
 from .handle import FlowHandle
 from .histories import History, read_history
 from .middleware import middleware_of
@@ -378,15 +385,16 @@ class Operator:
     def signal(self, run_id: str, name: str, *, payload: Any = None, key: str | None = None) -> RunReport:
         """Signal a run; the run as it is afterwards.
 
-        Raises what :meth:`FlowHandle.signal` raises.
+        Raises RefusedError where the run takes none (SIG-1), and whatever else :meth:`FlowHandle.signal` raises.
         """
-        self._handle(run_id, "signal").signal(name, payload, key=key)
+        with _refusing_signals():
+            self._handle(run_id, "signal").signal(name, payload, key=key)
         return self.show_run(run_id)
 
     def signal_retry(self, run_id: str) -> list[Parked]:
         """Run again what of a run is parked for a signal; what was parked, as it was.
 
-        Raises what :meth:`FlowHandle.signal_retry` raises.
+        Raises RefusedError where the run takes no signals, and whatever else :meth:`FlowHandle.signal_retry` raises.
         """
         handle = self._handle(run_id, "signal-retry")
         report = self.show_run(run_id)
@@ -400,7 +408,8 @@ class Operator:
             for entry in report.entries
             if entry.retry is not None and entry.retry.waiting
         ]
-        handle.signal_retry()
+        with _refusing_signals():
+            handle.signal_retry()
         return sorted(parked, key=lambda one: one.sequence)
 
     def kick(self, run_id: str) -> KickReport:
@@ -674,6 +683,18 @@ def run_of(letter: DeadLetter) -> str | None:
     facts = message.options.get(OPTION) if message is not None else None
     run = facts.get("run") if isinstance(facts, dict) else None
     return run if isinstance(run, str) else None
+
+
+@contextmanager
+def _refusing_signals() -> Iterator[None]:
+    """The refusal of a signal in an operator's words: the error's own are for whoever calls the handle."""
+    try:
+        yield
+    except (CannotSignalTerminalFlowError, CannotSignalRollingBackFlowError) as error:
+        raise RefusedError(
+            f"run {error.run_id} is {error.status} and takes no signals; nothing was written: "
+            f"`dramatiq-saga show {error.run_id}` tells what has become of it"
+        ) from error
 
 
 def _refuse_to_create(store: Store) -> None:

@@ -8,7 +8,8 @@ rests on that: whatever a lock says, the claim decides who runs and the fence wh
   recovery takes as long as without locks, and the lock is taken over;
 * the holder's own message has been delivered again, no claim rests on it, and that is :data:`GONE_MS` ago: either the holder is gone, or
   the claim (CLAIM-1) and a drive's commit (DRIVE-1) decide between the two, as they do without locks;
-* the back end does not answer: work goes on without locks, a log line says so, and it is asked again after :data:`PAUSE`.
+* the back end does not answer: work goes on without locks, a log line says so, and it is asked again after :data:`PAUSE`. What could
+  not be given back is given back then, also by a process that has nothing else to ask.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Timer
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -94,6 +96,7 @@ class Overlaps:
         self._away_until = 0.0  # monotonic
         self._say_after = 0.0
         self._owed: deque[Lock] = deque(maxlen=1000)  # taken, and not given back because the back end was away
+        self._untimed: list[None] = [None]  # one token: whoever takes it starts the timer that gives back what is owed
         self._log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
     def enter(self, delivery: Delivery) -> int | None:
@@ -124,7 +127,7 @@ class Overlaps:
         if lock is None:
             return
         if self._ask(lambda: self._backend.release(lock.key, lock.token)) is None:
-            self._owed.append(lock)
+            self._owe(lock)
         delivery.lock = None
 
     # --- whose lock, and for how long ----------------------------------------------------------------------------------
@@ -200,8 +203,32 @@ class Overlaps:
                 try:
                     self._backend.release(lock.key, lock.token)
                 except BaseException:
-                    self._owed.append(lock)
+                    self._owe(lock)
                     raise
+
+    def _owe(self, lock: Lock) -> None:
+        self._owed.append(lock)
+        self._pay_later()
+
+    def _pay_later(self) -> None:
+        """Have what is owed given back after :data:`PAUSE`, unless that is to happen already.
+
+        Who else may be here: the timer, which ends. It looks at what is owed after it has put the token back, so either it sees a lock
+        that is owed meanwhile, or whoever owes it finds the token. A bare token, because an interrupt would leave a lock behind.
+        """
+        try:
+            self._untimed.pop()
+        except IndexError:
+            return
+        timer = Timer(PAUSE, self._pay_now)
+        timer.daemon = True
+        timer.start()
+
+    def _pay_now(self) -> None:
+        self._ask(lambda: None)
+        self._untimed.append(None)
+        if self._owed:
+            self._pay_later()
 
     def _note(self, error: Exception) -> None:
         now = time.monotonic()

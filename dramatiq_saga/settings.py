@@ -535,7 +535,7 @@ _RULES: dict[str, _Rule] = {
     ),
     "monitor.expiration.backoff.max_seconds": _duration("longest hold-off, in seconds"),
     "repair.enabled": _flag("let sweeps repair: send again what was lost, wake what is stuck"),
-    "repair.redispatch_lost_actions": _flag("rule R1: send a row again whose message was lost"),
+    "repair.redispatch_lost_actions": _flag("rule R1: send a row again that nobody has taken"),
     "repair.wake_stuck_flows": _flag("rule R2: drive a run whose wake nobody has seen"),
     "repair.redispatch_stale_running_actions": _flag("rule R3: send a `running` row again whose reclaim deadline has passed"),
     "repair.grace_seconds": _duration("how old something must be before it counts as lost, in seconds", least=0),

@@ -45,6 +45,7 @@ from .errors import (
 from .interrupts import Body, disarm, shielded
 from .overlaps import Overlaps
 from .store.trouble import is_trouble
+from .suspects import AGAIN_MS, Suspects
 
 if TYPE_CHECKING:
     from dramatiq import Broker, Message
@@ -137,8 +138,31 @@ class Delivery:
     """One message of ours in this worker, and how far it has come."""
 
     __slots__ = (
-        "actor", "around", "at", "attempt", "back_in", "body", "claim", "damaged", "failure", "group", "interrupts", "job", "kind",
-        "lapses", "level", "lock", "message", "retries", "retry_asked", "retry_sent", "run_id", "state", "store_results",
+        "__weakref__",
+        "actor",
+        "around",
+        "at",
+        "attempt",
+        "back_in",
+        "body",
+        "claim",
+        "damaged",
+        "failure",
+        "group",
+        "interrupts",
+        "job",
+        "kind",
+        "lapses",
+        "level",
+        "lock",
+        "message",
+        "retries",
+        "retry_asked",
+        "retry_sent",
+        "run_id",
+        "state",
+        "store_results",
+        "suspect",
     )  # fmt: skip
 
     def __init__(self, message: MessageProxy) -> None:
@@ -166,6 +190,7 @@ class Delivery:
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
+        self.suspect: bool = facts.get("suspect") is True  # put back before, for it may have killed a worker (RECLAIM-6)
         self.lapses = 0  # of this process's heartbeat, when the claim was made
         self.lock: Lock | None = None  # taken, or asked for
         self.back_in: int | None = None  # put back, due after so many milliseconds: another message has the lock (LOCK-1)
@@ -203,6 +228,7 @@ class Runner:
         self.restore = restorer(engine.settings)
         self.stopping = threading.Event()
         self.overlaps = None if locks is None else Overlaps(locks, engine, self.stopping)
+        self.suspects = Suspects()
         self.log = structlog.get_logger(engine.settings.logging.logger or "dramatiq_saga")
 
     def inlined(self, sender: Sender) -> Runner:
@@ -272,6 +298,10 @@ class Runner:
             if delivery.interrupts or delivery.back_in is not None:
                 self.put_back(delivery, delivery.back_in or 0)
                 return
+            if delivery.suspect and not self.suspects.enter(delivery):
+                self.put_back(delivery, AGAIN_MS)
+                delivery.message.options["store_results"] = False  # NATIVE-5
+                return
             if self._is_held_elsewhere(delivery):
                 return
             delivery.attempt = ClaimAttempt(
@@ -290,6 +320,13 @@ class Runner:
             delivery.claim, delivery.state, claim = found, "claimed", found
         if delivery.body is None and claim.claims > (claim.max_claims or self.engine.settings.reclaim.max_claims):
             self.persist(lambda: self._poisoned(delivery, claim))
+            return
+        if delivery.body is None and claim.claims > 1 and not self.inline and not self.suspects.enter(delivery):
+            # test_a_step_that_kills_its_workers_takes_its_neighbours_down_once
+            facts = delivery.message.options[OPTION]
+            delivery.message.options[OPTION] = {**facts, "attempts": claim.attempts, "suspect": True}
+            self._release(delivery, claim, delay=AGAIN_MS)
+            delivery.message.options["store_results"] = False  # NATIVE-5
             return
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
@@ -340,6 +377,14 @@ class Runner:
             claim.actor,
             claim.job.sequence,
             message=f"it was claimed {claim.claims - 1} times and never reported an outcome; raise max_claims, or mend what kills it",
+        )
+        self._settle(delivery, claim, describe_error(error), error)
+
+    def _cut_short(self, delivery: Delivery, claim: Claim, interrupt: BaseException) -> None:
+        error = StepInterruptedError(
+            claim.actor,
+            claim.job.sequence,
+            message=f"{type(interrupt).__name__} cut it short, and it may be begun only once; nobody knows how far it came",
         )
         self._settle(delivery, claim, describe_error(error), error)
 
@@ -417,7 +462,11 @@ class Runner:
         failure = body.error
         assert failure is not None
         if isinstance(failure, Shutdown) or (self.inline and not isinstance(failure, Exception | SkipMessage)):
-            self._release(delivery, claim)
+            if (claim.max_claims or self.engine.settings.reclaim.max_claims) == 1:
+                # At most once: its body has begun. test_a_body_that_may_begin_once_is_not_begun_again_by_the_next_worker
+                self.persist(lambda: self._cut_short(delivery, claim, failure))
+            else:
+                self._release(delivery, claim)
             if self.inline:
                 delivery.failure = failure
             return
@@ -489,8 +538,8 @@ class Runner:
 
     # --- ways that end without an outcome ----------------------------------------------------------------------------
 
-    def _release(self, delivery: Delivery, claim: Claim) -> None:
-        """Give the claim back by its token and the message with it: no try spent (NATIVE-4, FENCE-5)."""
+    def _release(self, delivery: Delivery, claim: Claim, *, delay: int = 0) -> None:
+        """Give the claim back by its token and the message with it, due after ``delay`` ms: no try spent (NATIVE-4, FENCE-5)."""
 
         broker: Any = self.broker
         message: Any = delivery.message
@@ -499,7 +548,7 @@ class Runner:
         def part() -> None:
             now = self.engine.now()
             # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
-            again = broker.prepare(message) if self.sender.joins and not message.settled else None
+            again = broker.prepare(message, delay=delay or None) if self.sender.joins and not message.settled else None
 
             def operation(tx: Tx) -> bool:
                 landed = give_back(tx, self.engine, claim, now=now)
@@ -511,7 +560,7 @@ class Runner:
                 undoing.body_reported(self.engine, claim, self.sender)
             if again is not None:
                 broker.announce([again])
-            self._put_back_after(delivery, 0)
+            self._put_back_after(delivery, delay)
 
         self._disarm()
         self.persist(part)

@@ -25,7 +25,7 @@ from .messages import DatabaseMessageProxy, Reservation
 if TYPE_CHECKING:
     from .database import DatabaseBroker
 
-#: Seconds after which a waiting consumer looks at its queue even though nobody has told it to.
+#: Seconds after which a waiting consumer looks at its queue even though nobody has told it to, or for the sake of a single slot.
 LOOK_ANYWAY = 1.0
 
 #: Messages in a row that may take a slot without a reservation while there is no room.
@@ -52,7 +52,7 @@ class DatabaseConsumer(Consumer):
         self._changed = True  # something may have changed: peek first
         self._short_of_room = False
         self._next_at: int | None = None  # when the next delayed or leased row becomes available, as far as is known
-        self._peeked = time.monotonic()
+        self._peeked = self._reserved = time.monotonic()  # when it last looked, and last reserved
         self._misses = 0  # reservations refused in a row
         self._fruitless = 0  # looks that found nothing, in a row
         self._handed_over = 0  # messages that took a slot without a reservation, since the last one
@@ -76,7 +76,7 @@ class DatabaseConsumer(Consumer):
     def forget(self, proxy: DatabaseMessageProxy) -> None:
         """A delivery of ours has been dealt with: its prefetch slot is free."""
         self.held.pop(id(proxy), None)
-        if self._short_of_room and self.prefetch - len(self.held) >= self.least:
+        if self._short_of_room and self._room():
             self._wake.set()
 
     def may_hand_over(self) -> bool:
@@ -102,8 +102,8 @@ class DatabaseConsumer(Consumer):
             # Cleared before looking: whatever arrives from here on sets it again, so no wake-up is lost.
             self._wake.clear()
             self._short_of_room = True
-            free = self.prefetch - len(self.held)
-            if free >= self.least:
+            free = self._room()
+            if free:
                 self._short_of_room = False
                 if self._available():
                     found = self._fill(free)
@@ -154,6 +154,11 @@ class DatabaseConsumer(Consumer):
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
+    def _room(self) -> int:
+        """Free slots, if they are worth a reservation: a third of all, or any that there are where bodies take their time."""
+        free = self.prefetch - len(self.held)
+        return max(0, free) if free >= self.least or time.monotonic() - self._reserved > LOOK_ANYWAY else 0
+
     def _available(self) -> bool:
         """Whether a reservation is worth taking the database's writer for."""
         if self._arrived:
@@ -189,6 +194,7 @@ class DatabaseConsumer(Consumer):
             self._misses += 1
             return None
         self._misses = self._handed_over = 0
+        self._reserved = time.monotonic()
         if deliveries:
             self._fruitless = 0
         if len(deliveries) == free:  # there may be more

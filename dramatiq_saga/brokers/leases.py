@@ -4,7 +4,7 @@ One thread per process extends the lease of every message that is still queued i
 that is alive. The invariant: a lease is never extended on behalf of work that nothing will finish. Extension stops when
 the thread that runs the message has ended, when its acknowledgement has failed, or when the message has been given
 back; then the lease lapses and another worker takes the row. A reservation that turns out to be lost is reported once and
-left alone: its late acknowledgement deletes nothing.
+left alone: its late acknowledgement deletes nothing. Extensions never wait behind the process's other writes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
+from ..store.tickets import Ticket
 from . import reservations
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class LeaseKeeper:
             return until, [reservations.extend(tx, proxy.reservation, until) for proxy in due]
 
         try:
-            until, landed = self._broker.store.submit(operation).result()
+            until, landed = self._broker.store.submit(Ticket(operation, urgent=True)).result()
         except Exception as error:
             if not self._failing:
                 self._broker.logger.warning("Could not extend %d leases; trying again: %s", len(due), error)

@@ -12,12 +12,18 @@ from typing import Any
 
 from ..operations import MAX_STUCK, Operator
 from ..recovery.explain import Act, Explanation, Post, Reason
+from ..recovery.passes import LastPasses
 from ..recovery.stuck import StuckReport
 from .answer import Answer, cell, cut, error_line, moment, relative, table
+from .runs import positive
 
 #: Longest line of an error or a reason, in characters.
 WIDTH = 160
 
+_UNSWEPT = (
+    "nothing sweeps, and runs are live: what is overdue or lost stays so; start workers with loop.enabled, have cron run "
+    "`dramatiq-saga sweep`, or run `dramatiq-saga schedule`"
+)
 _MOMENTS = {"ready": "since", "delayed": "until", "reserved": "held by a worker until", "dead": "since"}
 
 
@@ -32,7 +38,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     stuck = commands.add_parser(
         "stuck", parents=[common], help="the runs that need a human",
         description="Runs that nothing will move by itself, each with its reason: halted rollbacks, held runs, spent repairs, steps that "
-        "nothing will reclaim and, with --app, workflows that the application does not declare. Reads only.",
+        "nothing will reclaim or that no worker has come for in an hour and, with --app, workflows that the application does not "
+        "declare; and when something last swept. Reads only.",
     )  # fmt: skip
     stuck.add_argument("--limit", metavar="N", type=_limit, default=50, help="at most this many (50)")
     stuck.set_defaults(run=_stuck)
@@ -52,9 +59,9 @@ def _stuck(operator: Operator, options: argparse.Namespace) -> Answer:
 
 
 def _limit(text: str) -> int:
-    number = int(text)
-    if not 0 < number <= MAX_STUCK:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {MAX_STUCK}")
+    number = positive(text)
+    if number > MAX_STUCK:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_STUCK}")
     return number
 
 
@@ -104,17 +111,26 @@ def _post(post: Post, now: int) -> str:
 
 
 def _stuck_lines(report: StuckReport, now: int) -> list[str]:
+    swept = _swept(report.passes, now)
     if not report.runs:
-        return ["no run needs a human"]
+        return swept if report.passes.unswept else ["no run needs a human", *swept]
     rows = [
-        (run.run_id, run.workflow, run.status, "" if run.since is None else relative(run.since, now),
+        (run.run_id, run.workflow, run.status, run.kind, "" if run.since is None else relative(run.since, now),
          run.advice, cut(cell(run.reason), WIDTH) + (f" (and {run.also} more)" if run.also else ""))
         for run in report.runs
     ]  # fmt: skip
     more = ["", "there are more: --limit N"] if report.more else []
     return [
-        *table(("run", "workflow", "status", "since", "do", "reason"), rows),
+        *table(("run", "workflow", "status", "kind", "since", "do", "reason"), rows),
         *more,
         "",
         "`dramatiq-saga why RUN` says more",
+        *swept,
     ]
+
+
+def _swept(passes: LastPasses, now: int) -> list[str]:
+    """When something last swept; and that nothing does, where that is so."""
+    monitor, doctor = ("never" if at is None else relative(at, now) for at in (passes.monitor, passes.repair))
+    last = f"last passes: monitor {monitor}, doctor {doctor}"
+    return [last, _UNSWEPT] if passes.unswept else [last]

@@ -13,6 +13,7 @@ from ..brokers.dead_letters import DeadLetter
 from ..clock import to_iso
 from ..operations import Operator, run_of
 from .answer import Answer, cell, cut, moment, table
+from .runs import positive
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -21,7 +22,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "queues", parents=[common], help="queue depths and dead letters of a database broker",
         description="How deep each queue is, and the newest dead letters: messages that were given up.",
     )  # fmt: skip
-    queues.add_argument("--limit", type=int, default=20, metavar="N", help="how many dead letters at most (20)")
+    queues.add_argument("--limit", type=positive, default=20, metavar="N", help="how many dead letters at most (20)")
     queues.set_defaults(run=_queues)
     actions = queues.add_subparsers(title="what to do with dead letters", dest="action")
     requeue = actions.add_parser("requeue", parents=[common], help="send a dead letter again, its tries renewed")
@@ -34,7 +35,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _queues(operator: Operator, options: argparse.Namespace) -> Answer:
     stats = operator.queues()
-    letters = operator.dead_letters(limit=max(1, options.limit))
+    letters = operator.dead_letters(limit=options.limit)
     depths = [(one.queue, one.ready, one.delayed, one.reserved, one.dead) for one in stats]
     lines = table(("queue", "ready", "delayed", "reserved", "dead"), depths) if stats else ["all queues are empty"]
     if letters:
@@ -83,4 +84,8 @@ def _requeue(operator: Operator, options: argparse.Namespace) -> Answer:
 def _purge(operator: Operator, options: argparse.Namespace) -> Answer:
     count = operator.purge(options.queue)
     noun = "dead letter" if count == 1 else "dead letters"
-    return Answer({"queue": options.queue, "purged": count}, [f"{count} {noun} of queue {cell(options.queue)} deleted"])
+    note = None
+    if not count and options.queue not in {one.queue for one in operator.queues()}:
+        note = f"there is no message in a queue {cell(options.queue)}: `dramatiq-saga queues` lists those that have some"
+    value = {"queue": options.queue, "purged": count}
+    return Answer(value, [f"{count} {noun} of queue {cell(options.queue)} deleted"], note=note)

@@ -57,7 +57,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--signalable", action="store_true", default=None, help="runs that take signals: neither ended nor rolling back"
     )
-    listing.add_argument("--limit", type=_positive, default=50, metavar="N", help="how many at most (50)")
+    listing.add_argument("--limit", type=positive, default=50, metavar="N", help="how many at most (50)")
     listing.set_defaults(run=_list)
 
     signal = commands.add_parser(
@@ -113,7 +113,8 @@ def _tag(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number that was typed, from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

@@ -7,6 +7,7 @@ A store that refuses ends it with status 1 and a clear line; nothing is lost by 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..clock import moment_to_ms
 from ..operations import Operator
 from ..recovery.sweep import as_dict, line
 from .answer import Answer, moment, times
+from .runs import positive
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -49,7 +51,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     when.add_argument(
         "--before", metavar="TIME", type=_time, help="those that ended before this: 2026-03-01, or 2026-03-01T12:00Z"
     )
-    prune.add_argument("--limit", metavar="N", type=_limit, help="at most this many")
+    prune.add_argument("--limit", metavar="N", type=positive, help="at most this many")
     prune.add_argument("--dry-run", action="store_true", help="only count them")
     prune.set_defaults(run=_prune)
 
@@ -77,21 +79,18 @@ def _repair(operator: Operator, options: argparse.Namespace) -> Answer:
 
 
 def _days(text: str) -> float:
-    days = float(text)
-    if not 0 <= days < 100_000:
-        raise argparse.ArgumentTypeError(f"{text} is no number of days from 0")
-    return days
-
-
-def _limit(text: str) -> int:
-    limit = int(text)
-    if limit < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
-    return limit
+    with suppress(ValueError):
+        days = float(text)
+        if 0 <= days < 100_000:
+            return days
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of days from 0, such as 30 or 0.5")
 
 
 def _time(text: str) -> int:
-    found = datetime.fromisoformat(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 2026-03-01, or 2026-03-01T12:00Z") from None
     return moment_to_ms(found if found.tzinfo is not None else found.replace(tzinfo=UTC))
 
 

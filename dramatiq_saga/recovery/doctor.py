@@ -1,6 +1,7 @@
 """The doctor: sends again what was lost, off until ``repair.enabled`` (DOCTOR-1).
 
-* R1: a ``pending`` step or compensation whose message is lost, and one between two tries whose next try never came.
+* R1: a ``pending`` step or compensation that nobody has taken, and one whose next try nobody has taken: the message of either is lost,
+  or waits behind too many others, and from here the two look the same.
 * R2: a run with wakes that no drive has seen, and a rollback that is over and that nobody has ended.
 * R3: a ``running`` row past its reclaim deadline, or of a dead worker (RECLAIM-5); the claim decides, the doctor only sends the
   message that asks for it.
@@ -29,7 +30,7 @@ from ..engine.rows import Outgoing
 from ..errors import MessageNotSentError, StoreError, UnknownActorError
 from ..journal import history
 from ..store.models import LIVE
-from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, UNENDED, WANTED, Row, read, select, send_again
+from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, UNDONE_AT, UNENDED, WANTED, Row, read, select, send_again
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -44,6 +45,7 @@ _LATE_TRY = f"r.{LIVE} AND r.status = 'failed' AND r.given_up = FALSE AND r.next
 _UNSEEN = f"r.wakes > r.wakes_seen AND r.{LIVE} AND r.woken_at <= ? AND r.hold_until IS NULL"
 _IN_BUDGET = "r.repair_attempts < ? AND (r.repair_after IS NULL OR r.repair_after <= ?)"
 _SPENT = "r.repair_attempts >= ? AND r.repair_after <= ?"
+_LEFT_ALONE = "COALESCE(r.repair_after, 0) <= ?"
 
 _TAKE = (
     "UPDATE {flow_runs} SET repair_attempts = repair_attempts + 1, repair_after = ?, sent_at = COALESCE(sent_at, ?) "
@@ -85,7 +87,7 @@ class Rule:
 
 _NEVER_STARTED = Rule(
     "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ?", "r.created_at",
-    "R1: its message is lost",
+    "R1: nobody has taken it",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
@@ -93,10 +95,10 @@ _UNDO_NEVER_STARTED = Rule(
     f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
     f"AND COALESCE(r.not_before, 0) <= ? AND {LEVEL_RUNS}",
     "r.created_at",
-    "R1: its message is lost",
+    "R1: nobody has taken it",
 )
-_STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
-_UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: its next try never came")
+_STEP_NEVER_RETRIED = Rule("R1", STEP, _LATE_TRY, "r.next_try_at", "R1: nobody has taken its next try")
+_UNDO_NEVER_RETRIED = Rule("R1", COMPENSATION, _LATE_TRY, "r.next_try_at", "R1: nobody has taken its next try")
 _STEP_STALE = Rule(
     "R3", STEP, f"r.{LIVE} AND r.status = 'running' AND r.reclaim_stale_at <= ?", "r.reclaim_stale_at",
     "R3: its reclaim deadline has passed", grace=False,
@@ -146,6 +148,7 @@ class RunRule:
 
     where: str
     order: str
+    since: str
     take: str
     reason: str
 
@@ -167,9 +170,9 @@ class StuckRun:
 def run_rules() -> tuple[RunRule, ...]:
     """R2. A held run is the monitor's."""
     return (
-        RunRule(_UNSEEN, "r.woken_at", _TAKE_RUN, "R2: no drive had seen what happened to it"),
+        RunRule(_UNSEEN, "r.woken_at", "r.woken_at", _TAKE_RUN, "R2: no drive had seen what happened to it"),
         # its last undo was recorded alone, and whoever was to look again has died (undoing.settle)
-        RunRule(UNENDED, "r.created_at", _TAKE_ROLLBACK, "R2: its rollback was over, and nobody had ended it"),
+        RunRule(UNENDED, "r.created_at", UNDONE_AT, _TAKE_ROLLBACK, "R2: its rollback was over, and nobody had ended it"),
     )
 
 
@@ -317,21 +320,35 @@ def list_spent(tx: Tx, settings: Settings, *, now: int, limit: int) -> Iterator[
     At most ``limit`` of each rule.
     """
     repair, silent = settings.repair, now - liveness.lease_ms(settings)
-    budget = (repair.max_attempts, now, limit)
-    for rule in row_rules(settings):
+    rules = {rule: rule.horizon(repair, now, silent) for rule in row_rules(settings)}
+    woken = now - int(repair.grace_seconds * 1000)
+    for rule, *row in _list(tx, rules, woken, _SPENT, repair.max_attempts, now, limit):
+        yield "R2" if rule is None else rule.name, *row
+
+
+def list_left(tx: Tx, *, horizon: int, limit: int) -> Iterator[tuple[str | None, str, int, int | None, str]]:
+    """What R1 and R2 are about since ``horizon`` or longer, with them on or off, and was not sent again since.
+
+    Kind (``None``: the run itself), run, since when, sequence, actor; at most ``limit`` of each rule.
+    """
+    rules = {rule: (horizon,) * rule.where.count("?") for rule in ROW_RULES if rule.name == "R1"}
+    for rule, *row, _ in _list(tx, rules, horizon, _LEFT_ALONE, horizon, limit):
+        yield rule and rule.kind, *row
+
+
+def _list(tx: Tx, rules: dict[Rule, tuple[int, ...]], woken: int, budget: str, *params: int) -> Iterator[Any]:
+    for rule, horizon in rules.items():
         sql = (
-            f"SELECT r.run_id, r.created_at, r.sequence, r.actor, r.repair_attempts FROM {{{TABLES[rule.kind]}}} r "
-            f"WHERE {rule.condition} AND {_SPENT} ORDER BY {rule.order} LIMIT ?"
+            f"SELECT r.run_id, {rule.order}, r.sequence, r.actor, r.repair_attempts FROM {{{TABLES[rule.kind]}}} r "
+            f"WHERE {rule.condition} AND {budget} ORDER BY {rule.order} LIMIT ?"
         )
-        for run_id, since, sequence, actor, repairs in tx.all(sql, (*rule.horizon(repair, now, silent), *budget)):
-            yield rule.name, run_id, since, sequence, actor, repairs
+        yield from ((rule, *row) for row in tx.all(sql, (*horizon, *params)))
     for run_rule in run_rules():
         sql = (
-            f"SELECT r.id, {run_rule.order}, r.workflow, r.repair_attempts FROM {{flow_runs}} r "
-            f"WHERE {run_rule.where} AND {_SPENT} ORDER BY {run_rule.order} LIMIT ?"
+            f"SELECT r.id, {run_rule.since}, NULL, r.workflow, r.repair_attempts FROM {{flow_runs}} r "
+            f"WHERE {run_rule.where} AND {budget} ORDER BY {run_rule.order} LIMIT ?"
         )
-        for run_id, since, workflow, repairs in tx.all(sql, (now - int(repair.grace_seconds * 1000), *budget)):
-            yield "R2", run_id, since, None, workflow, repairs
+        yield from ((None, *row) for row in tx.all(sql, (woken, *params)))
 
 
 def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int]]:

@@ -573,14 +573,16 @@ class _Asking:
             return Act(
                 rule, f"the doctor has spent its {_count(repairs, 'repair')} on it: only a kick sends it again", on=False
             )
-        off = "repair.enabled" if not repair.enabled else _switched_off(rule, repair)
+        unknown = self.declared is None and not repair.enabled
+        off = _switched_off(rule, repair) if repair.enabled or unknown else "repair.enabled"
         if off is not None:
             return Act(rule, f"the doctor is off for it ({off})", on=False)
         grace = 0 if rule == "R3" else int(repair.grace_seconds * 1000)
         spent = f" ({repairs} of {repair.max_attempts} repairs spent)" if repairs else ""
         at = max(since + grace, repair_after or 0)
         when = "in the next sweep; due since" if at <= self.now else "in the first sweep after"
-        return Act(rule, f"{unless and f'unless {unless}, '}the doctor sends its message again{spent}, {when}", at)
+        who = "the doctor, if the application has it on (repair.enabled, not known without --app)," if unknown else "the doctor"
+        return Act(rule, f"{unless and f'unless {unless}, '}{who} sends its message again{spent}, {when}", at)
 
 
 _LOST = ", and no message for it exists"

@@ -1,7 +1,8 @@
 """A worker process's heartbeat: a row in ``workers`` that says when it was last heard from (RECLAIM-5).
 
 While ``reclaim.dead_workers`` is on, a thread per process renews the row well within the lease, from before its worker takes its
-first message until after its last; what the process claims meanwhile carries the row's id. Others take over what a worker was at
+first message until after its last; what the process claims meanwhile carries the row's id. It never waits behind the process's
+other writes, which may be waiting for a run that somebody keeps locked. Others take over what a worker was at
 once that row is as old as the lease, or gone (``engine/liveness.py``). The thread survives whatever goes wrong. It remembers when it
 was silent for so long that others may have judged it, so that a claim that has not begun its body is made again.
 
@@ -166,7 +167,7 @@ class Heartbeat(Background):
                     tx.run(_BEAT, (now, other))
                 return known
 
-            known = self._engine.store.write(operation)
+            known = self._engine.store.write(operation, urgent=True)
             if not known and self._engine.heart is self:  # until now, whatever was claimed under it was anybody's
                 self.lapses += 1
             # Until the commit, others saw the moment before. test_a_beat_that_commits_late_is_a_lapse
@@ -180,7 +181,7 @@ class Heartbeat(Background):
         if self.judges_from or self.is_silent():
             return 0
         horizon = self._engine.now() - max(FORGOTTEN_MS, 2 * self._lease)
-        return self._engine.store.write(lambda tx: tx.run(_FORGET, (horizon,)))
+        return self._engine.store.write(lambda tx: tx.run(_FORGET, (horizon,)), urgent=True)
 
 
 def _uptime() -> int:

@@ -13,10 +13,11 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..clock import to_iso
 from ..errors import StoreError
+from ..store.models import LIVE
 
 if TYPE_CHECKING:
     from ..engine.core import Engine
@@ -33,6 +34,11 @@ LEASE = 30.0
 #: A pass is due once this part of its interval is over since the last one began: those who come for it are never quite on time.
 DUE = 0.9
 
+#: Where runs are live and the monitor has begun no pass for so many seconds, nothing sweeps.
+UNSWEPT = 600.0
+
+_LAST = "SELECT name, began_at FROM {passes} WHERE name <> 'prune'"
+_LIVE_RUN = f"SELECT 1 FROM {{flow_runs}} WHERE {LIVE} LIMIT 1"
 _SEEN = "SELECT number, holder, began_at, ended_at FROM {passes} WHERE name = ?"
 _FIRST = "{insert_ignore} {passes} (name, number, holder, began_at, ended_at) VALUES (?, 0, '', 0, 0){or_ignore}"
 _TAKE = "UPDATE {passes} SET number = number + 1, holder = ?, began_at = ?, ended_at = NULL WHERE name = ? AND number = ?"
@@ -52,6 +58,30 @@ class Skipped:
         """The same for people."""
         verb = "is at it since" if self.ended_at is None else "has done it at"
         return f"{self.name} skipped: {self.holder} {verb} {to_iso(self.began_at)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LastPasses:
+    """When the monitor and the doctor last began a pass, in milliseconds UTC; ``None``: never, as far as the database knows.
+
+    ``unswept``: runs are live, and no monitor has come for :data:`UNSWEPT`. A pass from beyond a clock that was set back does not count.
+    """
+
+    monitor: int | None
+    repair: int | None
+    unswept: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for machines."""
+        return {"monitor": to_iso(self.monitor), "repair": to_iso(self.repair), "unswept": self.unswept}
+
+
+def read_last(tx: Tx, now: int) -> LastPasses:
+    """The last passes, in a transaction of the caller's."""
+    began = dict(tx.all(_LAST))
+    monitor = began.get(MONITOR)
+    late = monitor is None or abs(now - monitor) > UNSWEPT * 1000
+    return LastPasses(monitor, began.get(REPAIR), late and tx.one(_LIVE_RUN) is not None)
 
 
 def in_turn(engine: Engine, name: str, do: Callable[[], T], *, every: float | None = None) -> T | Skipped:

@@ -1,8 +1,8 @@
 """Which runs need a human: what ``stuck`` lists (RECLAIM-4, COMP-4, HISTORY-1, DOCTOR-1, EXPIRE-2).
 
 These are halted rollbacks, overdue runs whose rollback cannot be planned, held runs, rows that have spent their repairs, rows that are
-running and that nothing will ever reclaim, and runs of workflows that the application does not declare; with the doctor off, also
-rollbacks that nobody has ended and rows that are free to be taken over and that no message has come for. It only reads, in a transaction of
+running and that nothing will ever reclaim, rows and runs that have been free for an hour and that no worker has come for, and
+runs of workflows that the application does not declare. Beside them it tells whether anything sweeps. It only reads, in a transaction of
 the caller's, from indexes of live rows and of unhappy runs, at most ``limit`` rows of each kind.
 """
 
@@ -17,8 +17,9 @@ from ..codec import load_error
 from ..engine import liveness
 from ..errors import in_one_line
 from ..store.models import LIVE
-from .doctor import list_spent
-from .rows import COMPENSATION, STEP, TABLES, UNDONE_AT, UNENDED, WANTED
+from .doctor import list_left, list_spent
+from .passes import LastPasses, read_last
+from .rows import COMPENSATION, STEP, TABLES, WANTED
 from .sweep import LONG_RUNNING, LONG_RUNNING_MS, never_reclaimed_sql
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ..store.database import Tx
 
 _HALTED = "SELECT id, ended_at, rollback_error FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?"
-_UNENDED = f"SELECT r.id, {UNDONE_AT} FROM {{flow_runs}} r WHERE {UNENDED} ORDER BY r.created_at LIMIT ?"
 _UNPLANNABLE = (
     f"SELECT id, expires_at, expiry_attempts, hold_error FROM {{flow_runs}} WHERE expires_at IS NOT NULL AND {LIVE} "
     "AND expires_at <= ? AND expiry_attempts > 0 AND status <> 'rolling_back' ORDER BY expires_at LIMIT ?"
@@ -37,6 +37,8 @@ _HELD = (
 )
 _RUNNING = "SELECT r.run_id, r.started_at, r.sequence, r.actor, r.worker_id FROM {%s} r WHERE %s ORDER BY r.started_at LIMIT ?"
 _UNDECLARED = f"SELECT id, created_at, workflow FROM {{flow_runs}} WHERE {LIVE}%s ORDER BY created_at, id LIMIT ?"
+_NAMES = {STEP: "step", COMPENSATION: "undo of step"}
+_TAKE_OVER = "see that workers run, then kick"
 _FACTS = "SELECT workflow, status, rollback FROM {flow_runs} WHERE id = ?"
 
 
@@ -64,14 +66,18 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class StuckReport:
-    """The runs that need a human, each once, the gravest reasons first. ``more``: there are others that the limit has cut off."""
+    """The runs that need a human, each once, the gravest reasons first. ``more``: there are others that the limit has cut off.
+
+    ``passes``: when something last swept. Where nothing does, an empty list does not mean that all goes on by itself.
+    """
 
     runs: tuple[Stuck, ...]
     more: bool
+    passes: LastPasses
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
-        return {"runs": [run.as_dict() for run in self.runs], "more": self.more}
+        return {"runs": [run.as_dict() for run in self.runs], "more": self.more, "last_passes": self.passes.as_dict()}
 
 
 def stuck(tx: Tx, *, settings: Settings, now: int, limit: int, declared: Collection[str] | None) -> StuckReport:
@@ -87,7 +93,7 @@ def stuck(tx: Tx, *, settings: Settings, now: int, limit: int, declared: Collect
         if facts is not None:
             workflow, status, rollback = facts
             runs.append(Stuck(run_id, workflow, status, rollback, kind, since, reason, advice, counts[run_id] - 1))
-    return StuckReport(tuple(runs), len(found) > limit)
+    return StuckReport(tuple(runs), len(found) > limit, read_last(tx, now))
 
 
 def _find(
@@ -96,9 +102,6 @@ def _find(
     """Run, kind, since, reason and advice, the gravest kinds first."""
     for run_id, at, error in tx.all(_HALTED, (limit,)):
         yield run_id, "halted", at, f"its rollback has halted{_because(error)}", "mend the cause, then resume-rollback"
-    if not (settings.repair.enabled and settings.repair.wake_stuck_flows):
-        for run_id, at in tx.all(_UNENDED, (now - LONG_RUNNING_MS, limit)):
-            yield run_id, "not_ended", at, "its undos have all ended, and nobody has ended its rollback for an hour", "kick"
     for run_id, at, times, error in tx.all(_UNPLANNABLE, (now, limit)):
         reason = f"overdue, and its rollback could not be planned ({times} so far){_because(error)}"
         yield run_id, "overdue", at, reason, "deploy code that fits its history, or cancel"
@@ -113,8 +116,7 @@ def _find(
             reason = f"{_at_work(kind, sequence, actor, worker)}, and nothing will ever reclaim it"
             advice = "find out what it did, then cancel" if kind == STEP else "find out what it did"
             yield run_id, "never_reclaimed", at, reason, advice
-    if not (settings.repair.enabled and settings.repair.redispatch_stale_running_actions):
-        yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
+    yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
     if declared is not None:
         names = sorted(declared)
         sql = _UNDECLARED % (" AND workflow <> ?" * len(names))
@@ -129,8 +131,11 @@ def _find(
 
 
 def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Iterator[tuple[str, str, int, str, str]]:
-    """Rows that have been free for an hour, by their reclaim deadline or their worker's silence: no message has come for them, and
-    with R3 off none will be sent."""
+    """What has been free for an hour, whatever the doctor's switches say: an hour of nobody coming means that nobody is there.
+
+    Rows are free by their reclaim deadline or their worker's silence, or since their message was due; runs since their wake, or
+    since the last undo of a rollback that nobody has ended.
+    """
     free, params = "r.reclaim_stale_at <= ?", [horizon, horizon]
     if liveness.is_on(settings):
         free += f" OR ({liveness.dead_sql('r.worker_id')})"
@@ -141,12 +146,14 @@ def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Ite
             reason = (
                 f"{_at_work(kind, sequence, actor, worker)}; free to be taken over for an hour, and no worker has come for it"
             )
-            yield run_id, "not_taken_over", at, reason, "see that workers run, then kick"
+            yield run_id, "not_taken_over", at, reason, _TAKE_OVER
+    for what, run_id, at, sequence, actor in list_left(tx, horizon=horizon, limit=limit):
+        row = "its drive" if what is None else f"{_NAMES[what]} {sequence} {actor}"
+        yield run_id, "not_taken_over", at, f"{row} has been due for an hour, and no worker has come for it", _TAKE_OVER
 
 
 def _at_work(kind: str, sequence: int, actor: str, worker: str | None) -> str:
-    what = "step" if kind == STEP else "undo of step"
-    return f"{what} {sequence} {actor} is running on {liveness.name_of(worker)}"
+    return f"{_NAMES[kind]} {sequence} {actor} is running on {liveness.name_of(worker)}"
 
 
 def _because(text: str | None) -> str:

@@ -86,10 +86,12 @@ class Store:
 
     # --- operations --------------------------------------------------------------------------------------------------
 
-    def write(self, operation: Callable[[Tx], T]) -> T:
+    def write(self, operation: Callable[[Tx], T], *, urgent: bool = False) -> T:
         """Run ``operation`` in a write transaction and return what it returned, once that is committed.
 
-        Inside an open transaction of ``database`` it joins that one and nothing is committed yet (HOST-1).
+        Inside an open transaction of ``database`` it joins that one and nothing is committed yet (HOST-1). An ``urgent`` one says that
+        this process lives: on a server it never waits behind others of this process. SQLite has one writer per file, whoever
+        writes: nothing can be locked there that it could pass by.
 
         Raises:
           WriteRefusedError: the database refused; nothing was written, it may be tried again.
@@ -98,7 +100,7 @@ class Store:
         """
         if self.joined():
             return self._join(operation)
-        ticket: Ticket[T] = Ticket(operation)
+        ticket: Ticket[T] = Ticket(operation, urgent=urgent)
         try:
             self._engine.submit(ticket)
             return ticket.result()
@@ -205,14 +207,14 @@ class Store:
         def run() -> list[str]:
             found = migrations.version(self.database, self.prefix)
             if found is not None and found > migrations.latest():
-                raise SchemaVersionError(found, migrations.latest())
+                raise SchemaVersionError(found, migrations.latest(), self.prefix)
             return migrations.migrate(self.database, self.prefix)
 
         return self._control(run)
 
     def _expect(self, found: str | None) -> None:
         if found != migrations.latest():
-            raise SchemaVersionError(found, migrations.latest())
+            raise SchemaVersionError(found, migrations.latest(), self.prefix)
 
     def _prepare(self) -> None:
         """On an engine thread, before its first operation: see to the tables."""
@@ -243,21 +245,25 @@ class Store:
             return
         self._expect(found)
 
-    def _control(self, function: Callable[[], T]) -> T:
+    def _control(self, function: Callable[[], T], *, urgent: bool = False) -> T:
         """Run ``function`` on an engine thread, with its connection open and no transaction."""
         if self.joined() and self.dialect == SQLITE:
             return function()
-        ticket: Ticket[T] = Ticket(_nothing, control=function)
+        ticket: Ticket[T] = Ticket(_nothing, control=function, urgent=urgent)
         self._engine.submit(ticket)
         return ticket.result()
 
     # --- clock, threads, processes -----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """For the clock: have the server asked. An engine thread must not wait for that; it asks before its next operation."""
+        """For the clock: have the server asked. An engine thread must not wait for that; it asks before its next operation.
+
+        Urgent where anything is, for whoever beats asks for the time first; elsewhere no second connection is opened for it.
+        """
         correction = self._correction
         if correction is not None and getattr(self._local, "tx", None) is None:
-            self._control(lambda: correction.measure(self.database.cursor(), self.dialect))
+            urgent = isinstance(self._engine, Servers) and self._engine.serves_urgent
+            self._control(lambda: correction.measure(self.database.cursor(), self.dialect), urgent=urgent)
 
     def _moved(self) -> None:
         """The file at the path is another one now, or none."""

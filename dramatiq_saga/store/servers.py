@@ -2,7 +2,8 @@
 
 Transactions of the engine run on these threads and never on the caller's, so that Dramatiq's asynchronous interrupts
 cannot land inside a driver, and a transaction that a step opens on the same ``Database`` object never mixes with the
-engine's (C59). At most :data:`MAX_THREADS` threads exist per process and store, so at most as many connections.
+engine's (C59). At most :data:`MAX_THREADS` threads exist per process and store, and :data:`URGENT_THREADS` that serve what
+must not wait behind the others; so at most as many connections.
 
 Invariants: an operation is run again only when it is certain that its last run has not committed, which on a server is so
 until COMMIT has been sent. A connection found dead is replaced once before giving up. A COMMIT that is reported as a success
@@ -36,6 +37,10 @@ logger = logging.getLogger("dramatiq_saga")
 
 #: Engine threads, and so connections, per process and store.
 MAX_THREADS = 8
+
+#: As many more, for urgent tickets alone: the heartbeat and the extension of leases say that this process lives, also while all the
+#: others wait for a row that somebody keeps locked. One each: the rows of one do not hold up the other.
+URGENT_THREADS = 2
 
 #: Attempts at one operation that meets deadlocks or serialisation failures, and for how long new ones are started, seconds.
 MAX_ATTEMPTS = 8
@@ -87,43 +92,51 @@ class Servers:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-        self._threads: list[_ServerThread] = []
-        self._lane = _Lane()
+        self._lane, self._urgent = _Lane(MAX_THREADS), _Lane(URGENT_THREADS)
 
     def submit(self, ticket: Ticket[Any]) -> None:
         """Put an operation in the queue; the ticket tells the rest."""
         with self._lock:
-            lane = self._lane
+            lane = self._urgent if ticket.urgent else self._lane
             lane.queue.put(ticket)
-            if not lane.take_idle() and len(self._threads) < MAX_THREADS:
+            if not lane.take_idle() and len(lane.threads) < lane.limit:
                 thread = _ServerThread(self, lane)
                 thread.start()
-                self._threads.append(thread)
+                lane.threads.append(thread)
+
+    @property
+    def serves_urgent(self) -> bool:
+        """Whether an urgent ticket has come: this is a worker process, which says that it lives."""
+        return bool(self._urgent.threads)
 
     def close(self) -> None:
         """Finish what is queued, close the connections, end the threads. The next operation starts anew."""
         with self._lock:
-            threads, lane = self._threads, self._lane
-            self._threads, self._lane = [], _Lane()
-            for _ in threads:
-                lane.queue.put(None)
-        for thread in threads:
-            thread.join()
+            lanes = self._lane, self._urgent
+            self._lane, self._urgent = _Lane(MAX_THREADS), _Lane(URGENT_THREADS)
+            for lane in lanes:
+                for _ in lane.threads:
+                    lane.queue.put(None)
+        for lane in lanes:
+            for thread in lane.threads:
+                thread.join()
 
     def abandon(self) -> None:
         """In a forked child: the threads are gone, and their connections are the parent's."""
-        keep_inherited(self._threads)
+        keep_inherited((self._lane, self._urgent))
         self._renew()
 
 
 class _Lane:
-    """A queue, and how many threads wait at it.
+    """A queue, the threads that serve it, at most ``limit``, and how many of them wait at it.
 
-    Both are moved by single calls into C: an interrupt that lands in a caller cannot leave a lock behind, as it could in
+    Queue and count are moved by single calls into C: an interrupt that lands in a caller cannot leave a lock behind, as it could in
     one of Python's own semaphores. test_an_interrupt_around_a_step_on_a_server_leaves_no_lock_behind
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.threads: list[_ServerThread] = []
         self.queue: SimpleQueue[Ticket[Any] | None] = SimpleQueue()
         self.idle: deque[None] = deque()  # a token for each thread that waits
 
@@ -219,8 +232,8 @@ class _ServerThread(Thread):
         """The error for an operation that is certain not to have happened."""
         if fate is Fate.OTHER:
             return error  # the operation's own, a statement's of it, or a check's of the schema
-        what = "the database refused the read" if ticket.read else "the database refused the write"
-        return _told(StoreError if ticket.read else WriteRefusedError, what, phase, error, ticket)
+        asked = "the connection" if phase == "connect" else "the read" if ticket.read else "the write"
+        return _told(StoreError if ticket.read else WriteRefusedError, f"the database refused {asked}", phase, error, ticket)
 
     # --- one transaction ---------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("dramatiq_saga")
 
 
 class Ticket(Generic[T]):
-    """The outcome to come of one operation."""
+    """The outcome to come of one operation. An ``urgent`` one never waits behind those that are not (``servers.py``)."""
 
     __slots__ = (
         "_callbacks",
@@ -37,12 +37,16 @@ class Ticket(Generic[T]):
         "operation",
         "produced",
         "read",
+        "urgent",
     )
 
-    def __init__(self, operation: Callable[[Tx], T], *, control: Callable[[], T] | None = None, read: bool = False) -> None:
+    def __init__(
+        self, operation: Callable[[Tx], T], *, control: Callable[[], T] | None = None, read: bool = False, urgent: bool = False
+    ) -> None:
         self.operation = operation
         self.control = control
         self.read = read
+        self.urgent = urgent
         self.executed = False
         self.produced: tuple[Any, list[Callable[[], None]] | None] = (None, None)
         # One token, taken by the engine thread to start or by the caller to withdraw: list.pop() is atomic, so exactly

@@ -206,12 +206,17 @@ def directory(keep: bool) -> Iterator[Path]:
         raise
     finally:
         if keep:
-            look = shlex.join(
-                [sys.executable, "-m", "dramatiq_saga.cli", "--database", str(path / "shop.db"), "show", "order-mirror"]
+            print(
+                f"\nDatabase and logs are kept in {path}\nLook at a run with: {look(path / 'shop.db')} --events",
+                file=sys.stderr,
             )
-            print(f"\nDatabase and logs are kept in {path}\nLook at a run with: {look} --events", file=sys.stderr)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def look(database: Path) -> str:
+    """The command that shows a run, as it can be typed without the environment's programs on the path."""
+    return shlex.join([sys.executable, "-m", "dramatiq_saga.cli", "--database", str(database), "show", "order-mirror"])
 
 
 def main(arguments: list[str]) -> int:
@@ -244,7 +249,7 @@ def main(arguments: list[str]) -> int:
         return 141
     say(f"\nEverything went as promised, in {time.monotonic() - started:.0f} s.")
     if not options.keep:
-        say("With --keep the database stays, to be looked at with `dramatiq-saga show`.")
+        say(f"With --keep the database stays, to be looked at with {look(Path('DIRECTORY', 'shop.db'))}")
     return 0
 
 

@@ -28,6 +28,8 @@ from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.races.test_interleavings import Doorstep, at_first_step
 from tests.support.bench import Background, Bench
+from tests.support.stores import all_waiting
+from tests.support.waiting import eventually
 
 on_one_machine = pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 every_database = pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
@@ -36,13 +38,13 @@ LEASES = Settings.from_mapping({"reclaim.dead_workers.enabled": True, "repair.en
 
 
 def alive(
-    make: MakeBench, settings: Settings = LEASES, *, uptime: ManualClock | None = None, new: bool = False
+    make: MakeBench, settings: Settings = LEASES, *, uptime: ManualClock | None = None, new: bool = False, **options: Any
 ) -> tuple[Bench, Heartbeat]:
     """A worker that has just been heard from, and has been here for long enough to judge the others, unless it is ``new``.
 
     Where clocks are set, ``uptime`` is the one that nobody sets.
     """
-    worker = make(settings=settings)
+    worker = make(settings=settings, **options)
     heart = Heartbeat(worker.engine, monotonic=None if uptime is None else uptime.now)
     heart.enter()
     if not new:
@@ -93,6 +95,24 @@ def test_a_row_is_claimable_once_its_worker_has_been_silent_for_the_lease(
     clock.advance(0.001)
     assert second.deliver(message).state == "done"
     assert len(shop.ran) == before + 1
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"], indirect=True)
+def test_a_heart_beats_while_all_writers_of_its_process_wait_for_a_locked_run(bench: MakeBench) -> None:
+    """RECLAIM-5: a host's long transaction that has signalled a run, say; its worker would be taken for dead in the middle of a step."""
+    worker, heart = alive(bench, clock=None)
+    other, _ = alive(bench, clock=None)
+    seen = "SELECT seen_at FROM {workers} WHERE id = ?"
+    before = other.one(seen, heart.id)
+    assert before is not None
+    with all_waiting(worker.store, other.store):
+        worker.store.clock.correction._due_at = 0  # type: ignore[attr-defined]  # a beat may have to ask for the time first
+        eventually(lambda: worker.engine.now() > before[0])
+        Background(heart.beat).result()
+        Background(heart.forget).result()
+        assert other.one(seen, heart.id) == (heart._seen,)
+        assert heart._seen > before[0]
+        assert heart.lapses == 0
 
 
 @every_database

@@ -54,6 +54,12 @@ def locks(redis_url: str) -> Locks:
 
 
 @pytest.fixture
+def _no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given back but by whoever asks for another lock."""
+    monkeypatch.setattr(overlaps.Timer, "start", lambda timer: None)
+
+
+@pytest.fixture
 def server(redis_url: str) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         yield client
@@ -403,6 +409,7 @@ def test_a_message_costs_two_round_trips(bench: MakeBench, shop: Shop, locks: Lo
     assert held(server) == []
 
 
+@pytest.mark.usefixtures("_no_timer")
 def test_work_goes_on_while_redis_is_away(
     bench: MakeBench,
     shop: Shop,
@@ -434,7 +441,8 @@ def test_work_goes_on_while_redis_is_away(
     assert held(server) == []
 
 
-def test_a_lock_that_could_not_be_given_back_is_given_back_later(
+@pytest.mark.usefixtures("_no_timer")
+def test_a_lock_that_could_not_be_given_back_is_given_back_with_the_next_that_is_asked_for(
     bench: MakeBench, locks: Locks, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LOCK-1: a server that was away for a moment has kept it, and would hold up the row's next message until its TTL."""
@@ -447,3 +455,23 @@ def test_a_lock_that_could_not_be_given_back_is_given_back_later(
     locks.silent = set()
     worker.deliver(worker.take())
     assert held(server) == []
+
+
+def test_a_lock_that_could_not_be_given_back_is_given_back_by_an_idle_worker(
+    bench: MakeBench, locks: Locks, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LOCK-1: nothing else comes to the worker that owes it, and Redis stays away for several looks; each debt has its own end."""
+    monkeypatch.setattr(overlaps, "PAUSE", 0.01)
+    worker = bench(locks=locks)
+    for _ in range(2):
+        run, message = at_first_step(worker)
+        locks.asked, locks.silent = [], {"release"}
+        worker.deliver(message)
+        assert held(server) == [f"action:{run}:1"]
+        eventually(lambda: locks.asked.count("release") > 3)
+        assert held(server) == [f"action:{run}:1"]
+        locks.silent = set()
+        eventually(lambda: held(server) == [])
+        assert worker.runner.overlaps is not None
+        eventually(lambda: worker.runner.overlaps._untimed == [None], because="nothing is owed, and no timer is left")
+        worker.sender.queue.clear()

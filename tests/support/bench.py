@@ -383,7 +383,7 @@ class Bench:
         assert unknown or not happened
         self._faults.append(_Fault(write, happened, unknown, times))
 
-    def _watched_write(self, operation: Callable[[Any], T]) -> T:
+    def _watched_write(self, operation: Callable[[Any], T], *, urgent: bool = False) -> T:
         stops = [stop for stop in self._stops if _is(operation, stop.write)]
         stop = stops[0] if stops else None
         if stop is not None:
@@ -398,7 +398,7 @@ class Bench:
             overtaking[1]()
         fault = next((fault for fault in self._faults if _is(operation, fault.write)), None)
         if fault is None:
-            value = self._write(operation)
+            value = self._write(operation, urgent=urgent)
         else:
             value = self._failing_write(operation, fault)
         if stop is not None and stop.where == "after":

@@ -40,7 +40,7 @@ MODULES = {
     "events": "events",
     "locks": "locks",
     "flow": "flow builders child_builder groups advice options coroutines retry_policy",
-    "dramatiq": "workflow handle histories query step middleware inline interrupts barriers overlaps",
+    "dramatiq": "workflow handle histories query step middleware inline interrupts barriers overlaps suspects",
     "operations": "operations reports report_entries scheduling",
 }
 

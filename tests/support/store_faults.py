@@ -76,7 +76,7 @@ class Faults:
         self._rules.append(rule)
         return rule
 
-    def write(self, operation: Callable[[Any], Any]) -> Any:
+    def write(self, operation: Callable[[Any], Any], **options: Any) -> Any:
         met: list[Rule] = []
 
         def watched(tx: Any) -> Any:
@@ -84,7 +84,7 @@ class Faults:
             return operation(_Watched(tx, self, met))
 
         try:
-            value = self._write(watched)
+            value = self._write(watched, **options)
         except _Abort:
             rule = met[-1]
             if rule.then is not None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peewee
 
+from dramatiq_saga.store import servers
 from dramatiq_saga.store.database import Store, Tx, open_store
 from tests.support.processes import Process
+from tests.support.waiting import DEADLINE, eventually
 
 #: Holds the write lock of a SQLite file until it is killed.
 HOLD_WRITE_LOCK = """
@@ -46,6 +49,36 @@ def count(store: Store, name: str = "n") -> int:
     """The counter's value, 0 without one."""
     row = store.read(lambda tx: tx.one("SELECT value FROM {rate_limits} WHERE id = ?", (name,)))
     return 0 if row is None else int(row[0])
+
+
+@contextmanager
+def all_waiting(store: Store, other: Store) -> Iterator[None]:
+    """For the length of the block, every engine thread of ``store`` waits for a row that ``other``, another process, keeps locked."""
+    locked, release = threading.Event(), threading.Event()
+    begun: list[Tx] = []
+
+    def hold(tx: Tx) -> None:
+        add("locked")(tx)
+        locked.set()
+        assert release.wait(DEADLINE)
+
+    def come(tx: Tx) -> None:
+        begun.append(tx)
+        add("locked")(tx)
+
+    other.write(add("locked"))
+    with ThreadPoolExecutor(servers.MAX_THREADS + 1) as pool:
+        try:
+            writes = [pool.submit(other.write, hold)]
+            assert locked.wait(DEADLINE)
+            writes += [pool.submit(store.write, come) for _ in range(servers.MAX_THREADS)]
+            eventually(lambda: len(begun) == servers.MAX_THREADS)
+            yield
+            assert not any(write.done() for write in writes)
+        finally:
+            release.set()
+        for write in writes:
+            write.result(DEADLINE)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

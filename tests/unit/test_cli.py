@@ -338,6 +338,25 @@ def test_a_database_is_enough_to_look(shop: Shop) -> None:
     assert run.id in shop.plainly("--database", database, "list").out
 
 
+def test_tables_that_are_not_there_are_told_with_the_prefix_that_was_looked_for(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SAFE-3: mostly it is the prefix that is missing, and not the tables."""
+    shop("init")
+    monkeypatch.setenv("DRAMATIQ_SAGA__SCHEMA__TABLE_PREFIX", "other_")
+    done = shop.plainly("--database", "shop.db", "stuck")
+    assert done.status == 1
+    assert "none begins with 'other_' (schema.table_prefix, DRAMATIQ_SAGA__SCHEMA__TABLE_PREFIX)" in done.err
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql"])
+def test_a_database_that_cannot_be_reached_refuses_the_connection_and_no_write(shop: Shop, scheme: str) -> None:
+    """A command that only looks has written nothing."""
+    done = shop.plainly("--database", f"{scheme}://nobody@127.0.0.1:1/shop", "stuck")
+    assert done.status == 1
+    assert "the database refused the connection (connect)" in done.err
+
+
 @pytest.mark.parametrize(
     "command", [["kick", "x"], ["send", "checkout"], ["sweep"], ["cancel", "x", "--keep"], ["resume-rollback", "x"]]
 )
@@ -491,9 +510,12 @@ def test_signal_tells_a_run_and_is_refused_where_it_takes_none(shop: Shop) -> No
         assert refused.status == 1
         assert words in refused.err
     run.cancel()
-    refused = shop("signal", run.id, "paid")
-    assert refused.status == 1
-    assert "is cancelled and takes no signals" in refused.err
+    for command in (["signal", run.id, "paid"], ["signal-retry", run.id]):
+        refused = shop(*command)
+        assert refused.status == 1
+        assert "is cancelled and takes no signals" in refused.err
+        assert f"`dramatiq-saga show {run.id}`" in refused.err, "a command, not a call of Python"
+        assert "signal_if_running" not in refused.err
     assert len(run.signals()) == 2
 
 
@@ -838,19 +860,22 @@ def test_why_of_a_run_that_is_not_there_is_refused(shop: Shop) -> None:
 def test_stuck_lists_the_runs_that_need_a_human_and_ends_with_0(shop: Shop) -> None:
     """RECLAIM-4: a step that nothing will ever reclaim, in one line; exit status 0 whatever is found."""
     assert shop("init").status == 0
-    assert shop("stuck").lines == ["no run needs a human"]
+    assert shop("stuck").lines == ["no run needs a human", "last passes: monitor never, doctor never"]
     run = shop.failed_once()
     shop.sql(
         "UPDATE saga_action_runs SET status = 'running', started_at = 1, worker_id = 'host' || char(27) WHERE sequence = 3",
     )
     done = shop("stuck")
     assert done.status == 0
-    assert done.lines[1].startswith(f"{run.id}  checkout  ")
+    assert done.lines[1].split()[:4] == [run.id, "checkout", "running", "never_reclaimed"]
     assert done.lines[1].endswith("step 3 ship is running on host\\x1b, and nothing will ever reclaim it")
     value = shop("--json", "stuck", "--limit", "1").value
     assert [(one["run_id"], one["kind"]) for one in value["runs"]] == [(run.id, "never_reclaimed")]
     assert value["more"] is False
-    assert shop("stuck", "--limit", "0").status == 2
+    for limit, words in (("0", "not a number of at least 1"), ("x", "not a number of at least 1"), ("1001", "more than 1000")):
+        refused = shop("stuck", "--limit", limit)
+        assert refused.status == 2
+        assert words in refused.err
 
 
 # --- cancel ----------------------------------------------------------------------------------------------------------
@@ -1108,8 +1133,12 @@ def columns(shop: Shop) -> list[str]:
 def test_purge_deletes_dead_letters_and_nothing_else(shop: Shop) -> None:
     dead(shop)
     shop.start()
-    assert shop("queues", "purge", "other").out == "0 dead letters of queue other deleted\n"
-    assert shop("queues", "purge", "default").out == "1 dead letter of queue default deleted\n"
+    unknown = shop("queues", "purge", "other")
+    assert (unknown.status, unknown.out) == (0, "0 dead letters of queue other deleted\n")
+    assert "there is no message in a queue other" in unknown.err
+    for count in ("1 dead letter", "0 dead letters"):
+        done = shop("queues", "purge", "default")
+        assert (done.out, done.err) == (f"{count} of queue default deleted\n", "")
     assert shop.sql("SELECT state FROM saga_messages") == [(0,)]
 
 
@@ -1321,9 +1350,15 @@ def test_prune_counts_on_request_and_deletes_what_ended_long_ago(shop: Shop) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--days", "-1"], ["--days", "x"], ["--before", "soon"], ["--limit", "0"], ["--days", "1", "--before", "2026-01-01"]],
-)
-def test_a_prune_that_cannot_be_meant_ends_with_2(shop: Shop, arguments: list[str]) -> None:
+    ("arguments", "words"),
+    [
+        (["--days", "-1"], "not a number of days from 0, such as 30"), (["--days", "x"], "not a number of days from 0, such as 30"),
+        (["--before", "soon"], "'soon' is not a time such as 2026-03-01, or 2026-03-01T12:00Z"),
+        (["--limit", "0"], "not a number of at least 1"),
+        (["--limit", "x"], "'x' is not a number of at least 1"), (["--days", "1", "--before", "2026-01-01"], "not allowed with"),
+    ],
+)  # fmt: skip
+def test_a_prune_that_cannot_be_meant_ends_with_2(shop: Shop, arguments: list[str], words: str) -> None:
     done = shop("prune", *arguments)
     assert (done.status, done.out) == (2, "")
+    assert words in done.err, "the format that is expected, not the name of a function"

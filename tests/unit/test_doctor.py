@@ -551,9 +551,9 @@ def test_history_and_listeners_learn_of_a_message_sent_again(bench: Workbench) -
         do_repair(bench)
     finally:
         unsubscribe(listener, ActionRedispatched)
-    assert [(event.action.sequence, event.reason) for event in heard] == [(1, "R1: its message is lost")]
+    assert [(event.action.sequence, event.reason) for event in heard] == [(1, "R1: nobody has taken it")]
     assert [(event.type, event.sequence, event.detail) for event in run.events()][-1] == (
-        "action.redispatched", 1, "R1: its message is lost",
+        "action.redispatched", 1, "R1: nobody has taken it",
     )  # fmt: skip
 
 

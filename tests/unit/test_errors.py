@@ -52,9 +52,9 @@ EXAMPLES: list[SagaError] = [
     errors.WouldBlockError("run-1", "the signal 'paid'"),
     errors.WouldBlockError("run-1", "code that fits its history", CAUSE),
     errors.SettingsError("repair.enabled", "must be True or False, not 1"),
-    errors.SchemaVersionError(None, "3"),
-    errors.SchemaVersionError("2", "3"),
-    errors.SchemaVersionError("10", "9"),
+    errors.SchemaVersionError(None, "3", "saga_"),
+    errors.SchemaVersionError("2", "3", "saga_"),
+    errors.SchemaVersionError("10", "9", "saga_"),
     errors.MissingExtraError("plain"),
     errors.MiddlewareOrderError("plain"),
     errors.DatabaseUnusableError("plain"),
@@ -184,6 +184,6 @@ def test_a_run_that_failed_by_a_step_names_the_step_and_not_our_class() -> None:
 
 
 def test_a_newer_schema_and_an_older_one_ask_for_different_things() -> None:
-    assert "upgrade dramatiq-saga" in str(errors.SchemaVersionError("10", "9"))
-    assert "dramatiq-saga init" in str(errors.SchemaVersionError("9", "10"))
-    assert "missing" in str(errors.SchemaVersionError(None, "10"))
+    assert "upgrade dramatiq-saga" in str(errors.SchemaVersionError("10", "9", "saga_"))
+    assert "dramatiq-saga init" in str(errors.SchemaVersionError("9", "10", "saga_"))
+    assert "none begins with 'saga_'" in str(errors.SchemaVersionError(None, "10", "saga_"))

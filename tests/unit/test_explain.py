@@ -225,7 +225,7 @@ def test_a_spent_budget_is_told_and_only_a_kick_helps(joined: Workbench) -> None
     assert "the doctor has spent its 10 repairs on it" in text(joined, run)
     assert kinds(list_stuck(joined)) == [(run.id, "repairs_spent")]
     operator(joined).kick(run.id)
-    assert kinds(list_stuck(joined)) == []
+    assert kinds(list_stuck(joined)) == [(run.id, "not_taken_over")], "until a worker comes"
 
 
 def test_a_run_whose_drives_are_spent_is_stuck_too(joined: Workbench) -> None:
@@ -362,7 +362,7 @@ def test_a_reclaim_deadline_counts_beside_the_lease(make_bench: MakeBench) -> No
 
 
 def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench: MakeBench) -> None:
-    """RECLAIM-4, RECLAIM-5: a step of many hours on a living worker needs nobody, nor does a dead one's while R3 is on."""
+    """RECLAIM-4, RECLAIM-5: a step of many hours on a living worker needs nobody; a dead one's does after an hour, also with R3 on."""
     bench = make_bench(settings=leases())
     repairing = Settings.from_mapping({"repair.enabled": True}, base=leases())
     run = claimed_under_a_heartbeat(bench)
@@ -375,7 +375,7 @@ def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench
     assert (found.run_id, found.kind, found.advice) == (run.id, "not_taken_over", "see that workers run, then kick")
     assert "step 1 book_hotel is running on host-7-1f; free to be taken over for an hour" in found.reason
     assert deciding(bench, run).stuck
-    assert Operator(bench.engine.store, settings=repairing).stuck().runs == ()
+    assert kinds(Operator(bench.engine.store, settings=repairing).stuck()) == [(run.id, "not_taken_over")]
 
 
 def test_a_passed_deadline_that_nothing_comes_for_is_stuck_too(make_bench: MakeBench) -> None:
@@ -386,6 +386,25 @@ def test_a_passed_deadline_that_nothing_comes_for_is_stuck_too(make_bench: MakeB
     assert list_stuck(bench).runs == ()
     bench.advance(1)
     assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")]
+
+
+def test_what_is_due_for_an_hour_and_nobody_comes_for_is_stuck(joined: Workbench) -> None:
+    """DOCTOR-1: with R1 and R2 on too, for they act in sweeps only. What has been sent again within the hour is the doctor's."""
+    undone = rolling_back(joined)
+    pending, late, undriven, treated = scheduled(joined), scheduled(joined), joined.send(), scheduled(joined)
+    now = joined.clock.now()
+    joined.write("UPDATE {action_runs} SET status = 'failed', next_try_at = ? WHERE run_id = ?", now + 60 * SECOND, late.id)
+    joined.write("UPDATE {action_runs} SET repair_after = ? WHERE run_id = ?", now + 60 * SECOND, treated.id)
+    joined.advance(HOUR - 1)
+    assert kinds(list_stuck(joined)) == []
+    joined.advance(1)
+    assert kinds(list_stuck(joined)) == [(run.id, "not_taken_over") for run in (pending, undone, undriven)]
+    joined.advance(60)
+    due = " has been due for an hour, and no worker has come for it"
+    assert {run.run_id: run.reason for run in list_stuck(joined).runs} == {
+        undone.id: f"undo of step 2 cancel_flight{due}", undriven.id: f"its drive{due}",
+        **dict.fromkeys((pending.id, late.id, treated.id), f"step 1 book_hotel{due}"),
+    }  # fmt: skip
 
 
 def test_a_claim_under_a_heartbeat_is_never_reclaimed_with_leases_off(joined: Workbench, tmp_path: Path) -> None:
@@ -619,7 +638,7 @@ def test_a_rollback_whose_end_is_not_recorded_needs_a_human_where_the_doctor_is_
     bench.advance(HOUR - 1)
     assert list_stuck(bench).runs == ()
     bench.advance(1)
-    assert kinds(list_stuck(bench)) == [(run.id, "not_ended")]
+    assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")]
 
 
 def test_a_halted_rollback_names_the_failed_undo_and_how_to_go_on(joined: Workbench) -> None:
@@ -743,7 +762,50 @@ def test_a_healthy_application_has_an_empty_list(joined: Workbench) -> None:
     run = joined.send()
     joined.work_until(lambda: run.status == "completed")
     scheduled(joined)
-    assert _stuck_lines(list_stuck(joined), joined.clock.now()) == ["no run needs a human"]
+    joined.sweep()
+    joined.advance(5)
+    lines = _stuck_lines(list_stuck(joined), joined.clock.now())
+    assert lines == ["no run needs a human", "last passes: monitor 5.0 s ago, doctor 5.0 s ago"]
+
+
+def test_where_nothing_sweeps_an_empty_list_does_not_say_that_nobody_is_needed(joined: Workbench) -> None:
+    """LOOP-1: no monitor for ten minutes, or ever, where runs are live; where none is, there is nothing to sweep."""
+
+    def lines() -> list[str]:
+        return _stuck_lines(list_stuck(joined), joined.clock.now())
+
+    assert lines() == ["no run needs a human", "last passes: monitor never, doctor never"]
+    run = joined.send()
+    last, warning = lines()
+    assert last == "last passes: monitor never, doctor never"
+    assert warning.startswith("nothing sweeps")
+    assert "loop.enabled" in warning
+    joined.sweep()
+    swept_at = joined.clock.now()
+    joined.advance(600)
+    assert lines()[0] == "no run needs a human"
+    joined.advance(1)
+    assert lines() == ["last passes: monitor 10 min 1 s ago, doctor 10 min 1 s ago", warning]
+    assert list_stuck(joined).as_dict()["last_passes"] == {
+        "monitor": to_iso(swept_at), "repair": to_iso(swept_at), "unswept": True,
+    }  # fmt: skip
+    joined.advance(HOUR)
+    assert lines()[1].startswith(run.id)
+    assert lines()[-1] == warning
+
+
+def test_without_the_application_nobody_knows_whether_the_doctor_is_on(joined: Workbench) -> None:
+    """DOCTOR-1: it is not called off; where the environment has it on, it is told as usual."""
+    run = scheduled(joined)
+    store = joined.engine.store
+    reason = Operator(store, settings=Settings()).why(run.id).reasons[0]
+    assert (
+        "if the application has it on (repair.enabled, not known without --app), sends its message again"
+        in reason.acts[-1].text
+    )
+    assert (reason.acts[-1].on, reason.stuck) == (True, False)
+    known = Operator(store, settings=Settings.from_mapping({"repair.enabled": True})).why(run.id).reasons[0]
+    assert known.acts[-1].text.startswith("the doctor sends its message again")
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------

@@ -102,6 +102,19 @@ def test_an_acknowledgement_that_frees_a_slot_wakes_the_consumer(live: Any, monk
     assert waiting.result().args[0] == 1
 
 
+def test_a_single_slot_among_many_is_used_where_the_others_stay_taken(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QUEUE-1: slots are filled by the third, but a thread that is free beside long bodies is not left without work."""
+    monkeypatch.setattr("dramatiq_saga.brokers.consumer.LOOK_ANYWAY", 0.2)
+    consumer = live.consume("default", prefetch=6, timeout=200)
+    for number in range(7):
+        live.enqueue(message(number))
+    bodies = [take(consumer) for _ in range(6)]
+    assert next(consumer) is None  # no slot is free
+    consumer.ack(bodies[0])
+    found = eventually(lambda: next(consumer), because="the seventh message takes the only free slot")
+    assert found.args[0] == 6
+
+
 def test_a_message_that_arrives_during_a_reservation_is_not_forgotten(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reservation has looked already and found nothing; what is committed now must be looked for again."""
     monkeypatch.setattr("dramatiq_saga.brokers.consumer.LOOK_ANYWAY", 30.0)

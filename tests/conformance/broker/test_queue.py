@@ -14,7 +14,9 @@ from dramatiq.middleware import SkipMessage
 from dramatiq_saga.brokers import Reservation, reservations
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.errors import StoreError
+from tests.support.bench import Background
 from tests.support.brokers import Brokers, recording, row, rows, sql, take, take_all
+from tests.support.stores import all_waiting
 
 READY, DELAYED, RESERVED, DEAD = 0, 1, 2, 3
 
@@ -651,6 +653,21 @@ def test_a_live_worker_keeps_what_it_runs_and_what_it_has_queued(broker: Any, cl
     mine.ack(running)
     mine.ack(queued)
     assert rows(broker) == []
+
+
+@pytest.mark.parametrize("brokers", ["postgresql"], indirect=True)
+def test_leases_are_extended_while_all_writers_of_the_process_wait_for_a_locked_row(
+    broker: Any, brokers: Brokers, clock: ManualClock
+) -> None:
+    """QUEUE-6"""
+    broker.enqueue(message("x"))
+    proxy = take(consume(broker))
+    other = brokers(clock=clock)
+    with all_waiting(broker.store, other.store):
+        clock.advance(50)
+        assert Background(lambda: extend(broker)).result()
+        assert row(other)["lease_until"] == clock.now() + 60_000
+    assert proxy.lease_until == clock.now() + 60_000
 
 
 def test_the_lease_of_a_thread_that_ended_lapses(broker: Any, clock: ManualClock) -> None:

@@ -88,9 +88,6 @@ def test_no_sweep_and_no_loop_reads_what_has_ended(bench: Bench) -> None:
             bench.engine.clock.advance(3600)  # type: ignore[attr-defined]  # everything is overdue, and has been lost
         kick(engine, "live-000000000000", sender)
         engine.store.read(lambda tx: stuck(tx, settings=engine.settings, now=engine.now(), limit=20, declared=["trip"]))
-        engine.store.read(
-            lambda tx: stuck(tx, settings=Settings(), now=engine.now(), limit=20, declared=None)
-        )  # the doctor is off
         heart = Heartbeat(engine)
         heart.enter()
         heart.beat()

@@ -236,6 +236,33 @@ def test_an_outcome_is_recorded_before_the_acknowledgement_although_the_worker_s
     assert app.messages() == 0
 
 
+@pytest.mark.parametrize("kind", ["sqlite"])
+@pytest.mark.parametrize("before", ["the other stops", "the last stops, and one starts"])
+def test_a_worker_waits_out_a_refusing_store_whoever_else_has_stopped_in_its_process(
+    kind: str, before: str, applications: Applications
+) -> None:
+    """NATIVE-7: the patience of a process ends with its last worker, and begins anew with the next."""
+    app = applications(kind)
+    one = one_step(app)
+    app.start(threads=1)
+    if before == "the other stops":
+        other = app.start(threads=1)
+        other.stop()
+        other.stop()
+    else:
+        app.stop()
+        app.start(threads=1)
+    stopping = app.middleware.runner(app.broker).stopping
+    rule = Faults(app.store).refuse(f.CLAIM, 3)
+    handle = one.send()
+    assert app.ended(handle) == "completed"
+    assert rule.met == 3
+    assert handle.actions()[0].attempts == 1
+    assert not stopping.is_set()
+    app.stop()
+    assert stopping.is_set()
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
 def test_a_message_whose_claim_was_refused_until_the_worker_stopped_is_run_by_the_next(
     kind: str, applications: Applications

@@ -15,8 +15,9 @@ from dramatiq_saga.errors import StoreError, WriteRefusedError, WriteUnknownErro
 from dramatiq_saga.store import clocks, servers
 from dramatiq_saga.store.database import Store, Tx
 from dramatiq_saga.store.trouble import is_lost_commit
+from tests.support.bench import Background
 from tests.support.servers import connect_mariadb, connect_postgresql
-from tests.support.stores import add, count
+from tests.support.stores import add, all_waiting, count
 from tests.support.waiting import eventually
 
 both_servers = pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
@@ -205,6 +206,34 @@ def test_the_number_of_connections_is_bounded_however_many_threads_write(store: 
         thread.join()
     assert count(store) == 161
     assert len(sessions) <= servers.MAX_THREADS
+
+
+@both_servers
+def test_what_is_urgent_never_waits_behind_writers_that_wait_for_a_row(
+    store: Store, database_url: str, open_on: Callable[..., Store]
+) -> None:
+    """RECLAIM-5, QUEUE-6: nor does one urgent write behind another, nor the question for the time; two connections more serve all that."""
+    sessions: list[int] = []
+    store.clock.correction._due_at = 0  # type: ignore[attr-defined]
+    store.clock.now()
+    assert not store._engine.serves_urgent, "a process that does not beat needs none of them"  # type: ignore[union-attr]
+
+    def urgent(name: str) -> Background:
+        return Background(lambda: store.write(lambda tx: [sessions.append(session(tx)), add(name)(tx)], urgent=True))
+
+    with all_waiting(store, open_on(database_url)):
+        urgent("beat").result()
+        waiting = urgent("locked")
+        eventually(lambda: len(sessions) == 2)
+        store.clock.correction._due_at = 0  # type: ignore[attr-defined]
+        Background(store.clock.now).result()
+        assert not store.clock.correction.is_due()  # type: ignore[attr-defined]
+        for _ in range(3):
+            urgent("beat").result()
+        assert waiting.running
+    waiting.result()
+    assert count(store, "beat") == 4
+    assert len(set(sessions)) == servers.URGENT_THREADS
 
 
 # --- conflicts -------------------------------------------------------------------------------------------------------

@@ -713,14 +713,17 @@ class Runner:
         outbox.delivered()
 
     def hold(self, delivery: Delivery, error: BaseException) -> None:
-        """A drive's message is given up: the run waits with the reason on it, and the monitor drives it again (HISTORY-1)."""
+        """A drive's message is given up: the run waits with the reason on it, and the monitor drives it again (HISTORY-1).
+
+        Unless it was one too many, and the run has been driven: then nothing waits for it, and no monitor would drive it again.
+        """
         self.log.error("drive_message_rejected", run_id=delivery.run_id, workflow=delivery.actor, error=str(error))
         if delivery.kind == "timer":  # what is due is in the rows, and the sweep's
             delivery.state = "done"
             return
 
         def part() -> None:
-            found = runs.as_found(self.engine, delivery.run_id)
+            found = runs.as_found(self.engine, delivery.run_id, unseen=True)
             if found is not None:
                 runs.hold(self.engine, found, error, self.sender, None)
 

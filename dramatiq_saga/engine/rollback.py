@@ -45,7 +45,8 @@ _CHILDREN = (
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "
-    "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL "
+    "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL, "
+    "repair_attempts = 0, repair_after = NULL "
     "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _INSERT = (

@@ -26,6 +26,7 @@ from .decision import settle_live, write_tag
 from .replay import HoldRun, MovedOn, NeedsRecording, Replay, refuse_inside_workflow, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
+from .wakes import WAKE
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -36,8 +37,10 @@ _INSERT = (
     "revision, wakes, wakes_seen, woken_at, hold_count, expires_at, expiry_attempts, sent_at, repair_attempts, created_at, timer_at) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'pending', 'none', 0, 1, 0, ?, 0, ?, 0, ?, 0, ?, ?){or_ignore}"
 )
-_EXISTING = "SELECT workflow, args_digest FROM {flow_runs} WHERE id = ?"
-_UNSTART = "DELETE FROM {flow_runs} WHERE id = ? AND status = 'pending' AND revision = 0 AND sent_at IS NULL"
+_UNSENT = "status = 'pending' AND revision = 0 AND sent_at IS NULL"
+_EXISTING = f"SELECT workflow, args_digest, {_UNSENT} FROM {{flow_runs}} WHERE id = ?"
+_EXISTING_NOW = _EXISTING + "{for_update}"
+_UNSTART = f"DELETE FROM {{flow_runs}} WHERE id = ? AND {_UNSENT} AND wakes = 1"
 _UNSTART_EVENTS = "DELETE FROM {flow_events} WHERE run_id = ?"
 _UNSTART_TAGS = "DELETE FROM {tags} WHERE run_id = ?"
 _STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow_runs} WHERE id = ?{for_update}"
@@ -52,6 +55,7 @@ _HOLD = (
     "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+_FOUND_UNSEEN = f"{_FOUND} AND wakes > wakes_seen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,11 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     """Store a run and its first message; false where a run with this id and these arguments is there already.
 
     With a sender that joins the transaction both exist or neither; with another broker the message is sent after the
-    commit, and a run whose message could not be sent is taken back before the error is raised (DRIVE-3).
+    commit, and a run whose message could not be sent is taken back before the error is raised (DRIVE-3), unless somebody else has
+    started it or sent it a signal meanwhile. Then it stays; a start that finds a run which has not been sent sends its message as well.
+
+    Who else may be here: another start of the same id, which relies on the run from the moment at which it has found it, and a
+    prune, which deletes what was found. test_a_start_that_meets_another_start_keeps_the_run, test_a_start_that_meets_a_prune_starts
 
     Raises:
       RunConflictError: the id is taken by another workflow, or by a run with other arguments.
@@ -93,27 +101,22 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
     fingerprint = digest(run.args)
     lines = [history.Line(history.FLOW_STARTED, name=run.workflow, payload=run.args)]
 
-    def operation(tx: Tx) -> tuple[str, str] | None:
-        if not tx.run(
-            _INSERT,
-            (
-                run.run_id,
-                run.workflow,
-                run.version,
-                run.queue,
-                run.priority,
-                json.dumps(run.options) if run.options else None,
-                run.args,
-                fingerprint,
-                run.context,
-                now + (run.delay or 0),
-                run.expires_at,
-                now if outbox.joined else None,
-                now,
-                timer_at,
-            ),
-        ):
-            return tx.one(_EXISTING, (run.run_id,))
+    row = (
+        run.run_id, run.workflow, run.version, run.queue, run.priority, json.dumps(run.options) if run.options else None, run.args,
+        fingerprint, run.context, now + (run.delay or 0), run.expires_at, now if outbox.joined else None, now, timer_at,
+    )  # fmt: skip
+
+    def operation(tx: Tx) -> tuple[Any, ...] | None:
+        while not tx.run(_INSERT, row):
+            existing = tx.one(_EXISTING, (run.run_id,))
+            if existing is None or existing[2]:  # pruned, or perhaps about to be taken back
+                existing = tx.one(_EXISTING_NOW, (run.run_id,))
+            if existing is None:
+                continue
+            if tuple(existing) == (run.workflow, fingerprint, True):
+                tx.run(WAKE, (now, run.run_id))
+                outbox.stage(tx)
+            return existing
         for name, value in (run.tags or {}).items():
             write_tag(tx, run.run_id, name, value)
         engine.record(tx, run.run_id, now, lines)
@@ -123,26 +126,28 @@ def start(engine: Engine, run: NewRun, sender: Sender) -> bool:
 
     existing = engine.store.write(operation)
     if existing is not None:
-        workflow, recorded = existing
+        workflow, recorded, unsent = existing
         if workflow != run.workflow:
             raise RunConflictError(run.run_id, f"it is a run of {workflow}, not of {run.workflow}")
         if recorded != fingerprint:
             raise RunConflictError(run.run_id, f"it is a run of {workflow} with other arguments")
-        return False
+        if not unsent:
+            return False
     try:
         outbox.delivered()
     except Exception as error:
-
-        def take_back(tx: Tx) -> None:
-            if tx.run(_UNSTART, (run.run_id,)):
-                tx.run(_UNSTART_EVENTS, (run.run_id,))
-                tx.run(_UNSTART_TAGS, (run.run_id,))
-
-        engine.store.write(take_back)
+        if existing is None:
+            engine.store.write(lambda tx: _take_back(tx, run.run_id))
         if isinstance(error, MessageNotSentError) and error.__cause__ is not None:
             raise error.__cause__ from None  # the broker's own error is what the caller knows
         raise
-    return True
+    return existing is None
+
+
+def _take_back(tx: Tx, run_id: str) -> None:
+    if tx.run(_UNSTART, (run_id,)):
+        tx.run(_UNSTART_EVENTS, (run_id,))
+        tx.run(_UNSTART_TAGS, (run_id,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +160,10 @@ class Found:
     hold_count: int
 
 
-def as_found(engine: Engine, run_id: str) -> Found | None:
-    """The run as it stands; ``None`` where it is not live."""
-    row = engine.store.read(lambda tx: tx.one(_FOUND, (run_id,)))
+def as_found(engine: Engine, run_id: str, *, unseen: bool = False) -> Found | None:
+    """The run as it stands; ``None`` where it is not live or, with ``unseen``, where drives have seen all that has happened to it."""
+    sql = _FOUND_UNSEEN if unseen else _FOUND
+    row = engine.store.read(lambda tx: tx.one(sql, (run_id,)))
     return None if row is None else Found(run_id, *row)
 
 

@@ -2,7 +2,7 @@
 
 * R1: a ``pending`` step or compensation that nobody has taken, and one whose next try nobody has taken: the message of either is lost,
   or waits behind too many others, and from here the two look the same.
-* R2: a run with wakes that no drive has seen.
+* R2: a run with wakes that no drive has seen, and a rollback that is over and that nobody has ended.
 * R3: a ``running`` row past its reclaim deadline, or of a dead worker (RECLAIM-5); the claim decides, the doctor only sends the
   message that asks for it.
 
@@ -10,6 +10,8 @@ Every action repeats in its ``UPDATE`` the state that the listing observed; zero
 counted and nothing more (DOCTOR-2). Each row has a budget of ``repair.max_attempts`` and a pause between two of them; what has
 spent it waits for a kick. No step is sent under ``rolling_back``; compensations are while their rollback runs. Nothing here
 changes a status, with one exception: a step whose budget is spent and whose actor nobody knows fails (NATIVE-3).
+
+Long because finding, counting, listing and treating what is lost all rest on the same few rules, which stand here once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ..engine.rows import Outgoing
 from ..errors import MessageNotSentError, StoreError, UnknownActorError
 from ..journal import history
 from ..store.models import LIVE
-from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, WANTED, Row, read, select, send_again
+from .rows import COMPENSATION, LEVEL_RUNS, STEP, TABLES, UNDONE_AT, UNENDED, WANTED, Row, read, select, send_again
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -45,11 +47,13 @@ _IN_BUDGET = "r.repair_attempts < ? AND (r.repair_after IS NULL OR r.repair_afte
 _SPENT = "r.repair_attempts >= ? AND r.repair_after <= ?"
 _LEFT_ALONE = "COALESCE(r.repair_after, 0) <= ?"
 
-_TAKE_RUN = (
+_TAKE = (
     "UPDATE {flow_runs} SET repair_attempts = repair_attempts + 1, repair_after = ?, sent_at = COALESCE(sent_at, ?) "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND wakes > wakes_seen AND repair_attempts = ? "
-    f"AND {LIVE}"
+    "WHERE id = ? AND revision = ? AND wakes = ? AND repair_attempts = ? AND "
 )
+_TAKE_RUN = f"{_TAKE}wakes > wakes_seen AND {LIVE}"
+# No undo of a rollback opens again without a new revision (a resume), so this is all of what was seen.
+_TAKE_ROLLBACK = f"{_TAKE}rollback = 'running'"
 _RETURN_RUN = (
     "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 WHERE id = ? AND revision = ? AND repair_attempts = ?"
 )
@@ -139,9 +143,21 @@ class RepairReport:
 
 
 @dataclass(frozen=True, slots=True)
-class StuckRun:
-    """A run with wakes that no drive has seen, as R2 has found it."""
+class RunRule:
+    """One kind of run that R2 drives. The marker of ``where`` stands for the horizon: the grace."""
 
+    where: str
+    order: str
+    since: str
+    take: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StuckRun:
+    """A run that has to be driven, as R2 has found it."""
+
+    rule: RunRule
     run_id: str
     workflow: str
     queue: str
@@ -149,6 +165,15 @@ class StuckRun:
     revision: int
     wakes: int
     repair_attempts: int
+
+
+def run_rules() -> tuple[RunRule, ...]:
+    """R2. A held run is the monitor's."""
+    return (
+        RunRule(_UNSEEN, "r.woken_at", "r.woken_at", _TAKE_RUN, "R2: no drive had seen what happened to it"),
+        # its last undo was recorded alone, and whoever was to look again has died (undoing.settle)
+        RunRule(UNENDED, "r.created_at", UNDONE_AT, _TAKE_ROLLBACK, "R2: its rollback was over, and nobody had ended it"),
+    )
 
 
 def row_rules(settings: Settings) -> tuple[Rule, ...]:
@@ -233,14 +258,18 @@ def _pause(engine: Engine, spent_so_far: int) -> int:
 
 
 def find_stuck(engine: Engine) -> list[StuckRun]:
-    """The runs that R2 would wake now. A held run is the monitor's."""
+    """The runs that R2 would drive now, the oldest first, at most ``repair.batch_size`` of each kind."""
     repair, now = engine.settings.repair, engine.now()
     sql = (
         "SELECT r.id, r.workflow, r.queue, r.priority, r.revision, r.wakes, r.repair_attempts FROM {flow_runs} r "
-        f"WHERE {_UNSEEN} AND {_IN_BUDGET} ORDER BY r.woken_at LIMIT ?"
+        f"WHERE %s AND {_IN_BUDGET} ORDER BY %s LIMIT ?"
     )
     params = (now - int(repair.grace_seconds * 1000), repair.max_attempts, now, repair.batch_size)
-    return engine.store.read(lambda tx: [StuckRun(*row) for row in tx.all(sql, params)])
+
+    def look(tx: Tx) -> list[StuckRun]:
+        return [StuckRun(rule, *row) for rule in run_rules() for row in tx.all(sql % (rule.where, rule.order), params)]
+
+    return engine.store.read(look)
 
 
 def _wake(engine: Engine, sender: Sender, report: RepairReport, run: StuckRun) -> None:
@@ -248,11 +277,11 @@ def _wake(engine: Engine, sender: Sender, report: RepairReport, run: StuckRun) -
     outbox = sender.outbox(None)
     outbox.load([Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority)])
     now, after = engine.now(), _pause(engine, run.repair_attempts)
-    lines = [history.Line(history.FLOW_REDRIVEN, name=run.workflow, detail="R2: no drive had seen what happened to it")]
+    lines = [history.Line(history.FLOW_REDRIVEN, name=run.workflow, detail=run.rule.reason)]
 
     def take(tx: Tx) -> bool:
         sent_at = now if outbox.joined else None
-        if not tx.run(_TAKE_RUN, (after, sent_at, run.run_id, run.revision, run.wakes, run.repair_attempts)):
+        if not tx.run(run.rule.take, (after, sent_at, run.run_id, run.revision, run.wakes, run.repair_attempts)):
             return False
         if outbox.joined:
             engine.record(tx, run.run_id, now, lines)
@@ -314,11 +343,12 @@ def _list(tx: Tx, rules: dict[Rule, tuple[int, ...]], woken: int, budget: str, *
             f"WHERE {rule.condition} AND {budget} ORDER BY {rule.order} LIMIT ?"
         )
         yield from ((rule, *row) for row in tx.all(sql, (*horizon, *params)))
-    sql = (
-        "SELECT r.id, r.woken_at, NULL, r.workflow, r.repair_attempts FROM {flow_runs} r "
-        f"WHERE {_UNSEEN} AND {budget} ORDER BY r.woken_at LIMIT ?"
-    )
-    yield from ((None, *row) for row in tx.all(sql, (woken, *params)))
+    for run_rule in run_rules():
+        sql = (
+            f"SELECT r.id, {run_rule.since}, NULL, r.workflow, r.repair_attempts FROM {{flow_runs}} r "
+            f"WHERE {run_rule.where} AND {budget} ORDER BY {run_rule.order} LIMIT ?"
+        )
+        yield from ((None, *row) for row in tx.all(sql, (woken, *params)))
 
 
 def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int]]:
@@ -331,8 +361,10 @@ def _count(engine: Engine, budget: str, *params: int) -> Iterator[tuple[str, int
         )
         for rule in row_rules(engine.settings)
     ]
-    woken = (now - int(repair.grace_seconds * 1000),)
-    statements.append(("R2", f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {_UNSEEN}{budget}", woken))
+    horizon = (now - int(repair.grace_seconds * 1000),)
+    statements += [
+        ("R2", f"SELECT COUNT(*) FROM {{flow_runs}} r WHERE {run_rule.where}{budget}", horizon) for run_rule in run_rules()
+    ]
     counts = {"R1": 0, "R2": 0, "R3": 0}
 
     def count(tx: Tx) -> dict[str, int]:

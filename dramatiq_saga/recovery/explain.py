@@ -21,6 +21,7 @@ from ..codec import load_error
 from ..commands import command
 from ..engine import liveness
 from ..engine.retry_on_signal import Stored
+from .rows import UNDONE_AT, UNENDED
 from .sweep import LONG_RUNNING_MS
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _LEVELS = (
     "SELECT level, COUNT(*) FROM {compensation_runs} WHERE run_id = ? AND ended_at IS NULL AND given_up = FALSE "
     "GROUP BY level ORDER BY level"
 )
+_UNENDED = f"SELECT {UNDONE_AT} FROM {{flow_runs}} r WHERE r.id = ? AND {UNENDED}"
 _FAILED_UNDOS = (
     "SELECT sequence, actor, level, error FROM {compensation_runs} WHERE run_id = ? AND status = 'failed' AND given_up = TRUE "
     "ORDER BY level, sequence DESC LIMIT ?"
@@ -256,16 +258,12 @@ class _Asking:
     # --- rolling back ------------------------------------------------------------------------------------------------
 
     def rolling_back(self) -> Iterator[Reason]:
-        levels = self._all(_LEVELS)
         run = self.run
         ends = f"to end as {run['ends_as']}" if run["ended_at"] is None else "resumed after it had halted"
-        if not levels:
-            yield Reason(
-                "rolling_back", f"it is rolled back ({ends}); every undo has ended, and the end of the rollback is not recorded",
-                messages=self.posts.of("drive", None), rank=2,
-                acts=(Act("drive", "the message at hand that ended the last undo, when it is delivered again"),),
-                advice=(self._kick(),),
-            )  # fmt: skip
+        unended = self.tx.one(_UNENDED, (self.id, self.now))
+        levels = self._all(_LEVELS)
+        if unended is not None or not levels:
+            yield self._unended(ends, (unended and unended[0]) or run["created_at"])
             return
         level, open_here = levels[0]
         told = [row for row in self._all(_UNDOS) if row[17] == level]
@@ -278,6 +276,20 @@ class _Asking:
         behind = sum(count for _, count in levels[1:])
         later = f"{_count(behind, 'undo')} of later levels {_follow(behind)}" if behind else "no level follows"
         yield Reason("rolling_back", f"it is rolled back ({ends}): level {level} is at work, {later}", rank=4)
+
+    def _unended(self, ends: str, since: int) -> Reason:
+        """Any message of the run has the rollback looked at again; where there is none, the doctor."""
+        run = self.run
+        posts = tuple(post for post in self.posts.found or () if post.kind != "timer")
+        lost = self._lost(posts)
+        return Reason(
+            "rolling_back",
+            f"it is rolled back ({ends}); nothing is left to be undone, and the end of the rollback is not recorded"
+            f"{_LOST if lost else ''}, since",
+            since, messages=posts, lost=lost, rank=2,
+            acts=(*self._comes(posts), self._doctor("R2", since, run["repair_attempts"], run["repair_after"])),
+            advice=self._deliver(posts, run["queue"], lost=lost),
+        )  # fmt: skip
 
     # --- under way ---------------------------------------------------------------------------------------------------
 

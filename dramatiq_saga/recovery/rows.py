@@ -34,12 +34,33 @@ WANTED = {
     COMPENSATION: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.rollback = 'running')",
 }
 
-#: No level before that of the compensation ``r`` is open: the level is the one that runs. (A row that is given up without an end
-#: was left behind by its level: PAR-3.)
+
+# What may be found among rows that have ended is asked for as a value: PostgreSQL would make a join of NOT EXISTS, and read every run's.
+# test_no_sweep_and_no_loop_reads_what_has_ended
+def _not_stopped(row: str) -> str:
+    return (
+        f"(SELECT 1 FROM {{compensation_runs}} s WHERE s.run_id = {row}.run_id AND s.level < {row}.level AND s.given_up = TRUE "
+        "AND s.policy = 'stop' LIMIT 1) IS NULL"
+    )
+
+
+#: No level before that of the compensation ``r`` is open, and none has stopped the rollback: the level is the one that runs. (A row
+#: that is given up without an end was left behind by its level: PAR-3.)
 LEVEL_RUNS = (
     "NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.run_id AND e.level < r.level AND e.ended_at IS NULL "
-    "AND e.given_up = FALSE)"
+    f"AND e.given_up = FALSE) AND {_not_stopped('r')}"
 )
+
+#: The rollback of the run ``r`` is still to be ended, and nothing of it is left to be done: every undo has ended, or stands behind a
+#: level that has stopped it. Its marker is the moment before which the last of them ended.
+UNENDED = (
+    "r.rollback = 'running' AND NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = r.id AND e.ended_at IS NULL "
+    f"AND e.given_up = FALSE AND {_not_stopped('e')}) "
+    "AND (SELECT 1 FROM {compensation_runs} c WHERE c.run_id = r.id AND c.ended_at > ? LIMIT 1) IS NULL"
+)
+
+#: When the last undo of the run ``r`` ended.
+UNDONE_AT = "(SELECT MAX(c.ended_at) FROM {compensation_runs} c WHERE c.run_id = r.id)"
 
 _COLUMNS = (
     "r.run_id, r.sequence, r.actor, r.queue, r.priority, r.options, %s, r.attempts, r.tries, r.status, r.repair_attempts, "

@@ -133,7 +133,8 @@ def _find(
 def _not_taken_over(tx: Tx, settings: Settings, horizon: int, limit: int) -> Iterator[tuple[str, str, int, str, str]]:
     """What has been free for an hour, whatever the doctor's switches say: an hour of nobody coming means that nobody is there.
 
-    Rows are free by their reclaim deadline or their worker's silence, or since their message was due; runs since their wake.
+    Rows are free by their reclaim deadline or their worker's silence, or since their message was due; runs since their wake, or
+    since the last undo of a rollback that nobody has ended.
     """
     free, params = "r.reclaim_stale_at <= ?", [horizon, horizon]
     if liveness.is_on(settings):

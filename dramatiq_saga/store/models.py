@@ -263,6 +263,7 @@ def build(database: Database, prefix: str) -> Models:
             index("flow_held", "hold_until", where=f"hold_until IS NOT NULL AND {LIVE}", leading="ended_at"),
             index("flow_expiry", "expires_at", where=f"expires_at IS NOT NULL AND {LIVE}", leading="ended_at"),
             index("flow_halted", "created_at", "id", where="rollback = 'halted'", leading="rollback"),
+            index("flow_undoing", "created_at", where="rollback = 'running'", leading="rollback"),
             index("flow_children", "parent_id", where="parent_id IS NOT NULL"),
             index("flow_ended", "ended_at", where="ended_at IS NOT NULL"),
         ],

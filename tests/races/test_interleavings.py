@@ -99,6 +99,23 @@ def test_the_second_of_two_claims_of_one_row_runs_nothing(bench: MakeBench, shop
     assert first.events(run).count("action.started") == 1
 
 
+@postgresql_only
+def test_a_start_that_meets_a_prune_starts(bench: MakeBench) -> None:
+    """DRIVE-3, PRUNE-1: the run was there when the new one was to be stored, and is not any more when it is looked at."""
+    worker, operator = bench(), bench()
+    worker.start("checkout", "42", run_id="nightly")
+    worker.take()
+    assert operator.cancel("nightly")
+    stop = worker.stop("start", where="inside", statement="{flow_runs} (id, workflow")
+    starting = Background(lambda: worker.start("checkout", "42", run_id="nightly"))
+    stop.wait_reached()
+    assert prune(operator.store, before=operator.engine.now() + 1).pruned == 1
+    stop.go()
+    starting.result()
+    assert [outgoing.run_id for outgoing in worker.messages] == ["nightly"]
+    assert worker.one("SELECT status FROM {flow_runs} WHERE id = ?", "nightly") == ("pending",)
+
+
 @pytest.mark.claims_alone
 @postgresql_only
 def test_a_claim_waits_for_the_row_that_another_is_claiming_and_loses(bench: MakeBench, shop: Shop, table_prefix: str) -> None:

@@ -356,6 +356,81 @@ def test_an_undo_that_was_left_behind_does_not_hide_later_levels_from_the_doctor
     assert ended(worker, run) == ("cancelled", "done")
 
 
+def nobody_looks_again(first: Bench, second: Bench, done: Callable[[], Any], recorded: Callable[[], Any]) -> Callable[[], None]:
+    """Two undos of a level end at once, and the worker of the second dies between its outcome and its look at what comes next.
+
+    What is returned lets that worker go on after all, to end the test.
+    """
+    stop = second.stop("undo outcome")
+    finishing = Background(recorded)
+    stop.wait_reached()  # it has seen the other one at work
+    done()
+    dies = second.stop("advance")
+    stop.go()
+    dies.wait_reached()
+
+    def go_on() -> None:
+        dies.go()
+        finishing.result()
+
+    return go_on
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_doctor_has_a_rollback_ended_that_is_over_and_that_nobody_has_ended(
+    bench: MakeBench, trip: Trip, clock: ManualClock, resumed: bool
+) -> None:
+    """DOCTOR-1, COMP-1, COMP-8: R2, once the grace is over; also of a run that has ended before."""
+    settings = Settings.from_mapping({"repair": {"enabled": True}})
+    first, second = bench(settings=settings), bench(settings=settings)
+    run = booked(first, group=(1, 2, 3, 4))
+    first.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET repair_attempts = 10, repair_after = ?", (clock.now(),)))
+    assert first.compensate(run)  # and what was spent before does not count
+    level = {outgoing.sequence: first.message(first.take()) for outgoing in first.messages}
+    first.deliver(level[4])
+    first.deliver(level[1])
+    if resumed:
+        trip.undoing = {2: refuse, 3: refuse}
+        give_up(first, level[2])
+        give_up(first, level[3])
+        assert ended(first, run) == ("cancelled", "halted")
+        trip.undoing.clear()
+        assert resume(first, run)
+        level = {outgoing.sequence: first.message(first.take()) for outgoing in first.messages}
+    go_on = nobody_looks_again(first, second, lambda: first.deliver(level[3]), lambda: second.deliver(level[2]))
+    assert ended(first, run) == ("cancelled" if resumed else "rolling_back", "running")
+    clock.advance(59)
+    assert repair(first.engine, first.sender).repaired == 0
+    clock.advance(1)
+    assert repair(first.engine, first.sender).runs == 1
+    assert [(outgoing.kind, outgoing.run_id) for outgoing in first.messages] == [("drive", run)]
+    assert repair(first.engine, first.sender).repaired == 0  # DOCTOR-1: a pause before the next
+    first.run()
+    assert ended(first, run) == ("cancelled", "done")
+    go_on()
+    assert first.events(run).count("rollback.finished") == 1 + resumed
+
+
+@every_database
+def test_what_is_behind_a_level_that_has_stopped_the_rollback_is_not_sent_where_nobody_has_ended_it(
+    bench: MakeBench, trip: Trip, clock: ManualClock
+) -> None:
+    """DOCTOR-1, KICK-1, COMP-4: its rows are pending and their messages are nowhere, and that is right."""
+    settings = Settings.from_mapping({"repair": {"enabled": True}})
+    first, second = bench(settings=settings), bench(settings=settings)
+    run, level = at_the_group(first)
+    trip.undoing[2] = refuse
+    go_on = nobody_looks_again(first, second, lambda: first.deliver(level[3]), lambda: give_up(second, level[2]))
+    clock.advance(120)
+    report = repair(first.engine, first.sender)
+    assert (report.compensations, report.runs) == (0, 1)
+    assert kick(first.engine, run, first.sender).sent == ()
+    first.run()
+    assert ended(first, run) == ("cancelled", "halted")
+    assert states(first, run) == {4: "completed", 3: "completed", 2: "failed", 1: "pending"}
+    go_on()
+
+
 # --- levels that end without a member ---------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ LIVE = {
         r"INDEX IF NOT EXISTS saga_(\w+) ON .* WHERE (.*);",
         Path(__file__).parents[1].joinpath("unit/schema/0001_sqlite.sql").read_text(),
     )
-    if "ended_at IS NULL" in where or re.fullmatch(r"status = '(waiting|received)'|rollback = 'halted'|state = [012]", where)
+    if "ended_at IS NULL" in where
+    or re.fullmatch(r"status = '(waiting|received)'|rollback = '(halted|running)'|state = [012]", where)
 }
 
 

@@ -589,12 +589,56 @@ def test_a_running_undo_without_a_deadline_needs_a_human_after_an_hour(joined: W
     assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
 
 
-def test_a_rollback_whose_end_is_not_recorded_asks_for_a_kick(joined: Workbench) -> None:
-    run = rolling_back(joined)
-    joined.write("UPDATE {compensation_runs} SET status = 'completed', attempts = 1, started_at = 1, ended_at = 2")
+def undone(bench: Workbench, *, sequence: int | None = None, status: str = "completed") -> FlowHandle[Any]:
+    """A run whose undos have ended (but that of the first step, given ``sequence``), and whose rollback nobody has ended."""
+    run = rolling_back(bench)
+    where = "" if sequence is None else f" WHERE sequence = {sequence}"
+    bench.write(
+        "UPDATE {compensation_runs} SET status = ?, given_up = ?, attempts = 1, started_at = 1, ended_at = ?" + where,
+        status, status == "failed", bench.clock.now(),
+    )  # fmt: skip
+    return run
+
+
+def test_a_rollback_whose_end_is_not_recorded_is_the_doctors(joined: Workbench) -> None:
+    """DOCTOR-1: R2, where no message of the run is left."""
+    run = undone(joined)
+    at = joined.clock.now()
     reason = deciding(joined, run)
-    assert reason.kind == "rolling_back"
+    assert (reason.kind, reason.at, reason.lost, [act.by for act in reason.acts]) == (
+        "rolling_back",
+        at,
+        False,
+        ["message", "R2"],
+    )
+    joined.lose_messages()
+    reason = deciding(joined, run)
+    assert (reason.kind, reason.lost, reason.stuck) == ("rolling_back", True, False)
+    assert acts(reason) == {"R2": (at + 60 * SECOND, True)}
     assert f"kick {run.id}" in reason.advice[0]
+    for _ in range(30):
+        joined.advance(600)
+        joined.sweep()
+        joined.lose_messages()
+    assert deciding(joined, run).stuck
+    assert kinds(list_stuck(joined)) == [(run.id, "repairs_spent")]
+    assert operator(joined).kick(run.id).driven
+    joined.work_until(lambda: run.status == "cancelled")
+    assert (run.rollback, list_stuck(joined).runs) == ("done", ())
+
+
+def test_a_rollback_whose_end_is_not_recorded_needs_a_human_where_the_doctor_is_off(make_bench: MakeBench) -> None:
+    """DOCTOR-1: and a level that has stopped it is not said to be at work."""
+    bench = make_bench(settings=Settings())
+    run = undone(bench, sequence=2, status="failed")
+    bench.lose_messages()
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.stuck) == ("rolling_back", True)
+    assert "nothing is left to be undone" in reason.text
+    bench.advance(HOUR - 1)
+    assert list_stuck(bench).runs == ()
+    bench.advance(1)
+    assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")]
 
 
 def test_a_halted_rollback_names_the_failed_undo_and_how_to_go_on(joined: Workbench) -> None:

@@ -165,6 +165,7 @@ QUESTIONS = [
     (f"SELECT id FROM {{flow_runs}} WHERE expires_at < ? AND {LIVE} ORDER BY expires_at LIMIT ?", "flow_expiry"),
     ("SELECT id FROM {flow_runs} WHERE ended_at < ? LIMIT ?", "flow_ended"),
     ("SELECT id FROM {flow_runs} WHERE rollback = 'halted' ORDER BY created_at, id LIMIT ?", "flow_halted"),
+    ("SELECT id FROM {flow_runs} WHERE rollback = 'running' ORDER BY created_at LIMIT ?", "flow_undoing"),
     ("SELECT id FROM {flow_runs} WHERE parent_id = ?", "flow_children"),
     ("SELECT id FROM {flow_runs} WHERE created_at < ? ORDER BY created_at DESC, id DESC LIMIT ?", "flow_created"),
     (f"SELECT id FROM {{flow_runs}} WHERE status = ? AND {LIVE} ORDER BY created_at DESC, id DESC LIMIT ?", "flow_live"),

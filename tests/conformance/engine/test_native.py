@@ -10,6 +10,7 @@ from dramatiq import Retry
 from dramatiq.middleware import AgeLimit, Callbacks, Middleware, Pipelines, Retries, SkipMessage, TimeLimit, default_middleware
 
 from dramatiq_saga import Flow, Settings, StepFailedError
+from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import NotSerializableError
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -311,6 +312,33 @@ def test_a_run_whose_workflow_a_worker_does_not_know_is_held_and_not_lost(app: A
     assert run[2] > run[3]
     app.broker.actors["one"] = known
     app.middleware.runner(app.broker).wake(handle.id)
+    assert app.ended(handle) == "completed"
+
+
+def test_a_drive_message_too_many_that_a_worker_cannot_use_holds_no_run(app: Application, journal: list[Any]) -> None:
+    """HISTORY-1, C11: the run has been driven and waits for its signal; a second copy of the message finds a worker of other code."""
+
+    @app.workflow
+    def one(flow: Flow) -> Any:
+        return flow.await_signal("go")
+
+    handle = one.send()
+    app.start()
+    eventually(lambda: handle.status == "waiting")
+    app.stop()
+    known = app.broker.actors.pop("one")
+    outbox = app.middleware.sender(app.broker).outbox(None)
+    outbox.load([Outgoing("drive", handle.id, "one", one.queue_name)])
+    app.store.write(outbox.stage)
+    outbox.delivered()
+    app.start()
+    eventually(lambda: [line for line in journal if line["event"] == "drive_message_rejected"])
+    app.drain()
+    assert app.sql("SELECT status, hold_error, hold_until, hold_count FROM {flow_runs}") == [("waiting", None, None, 0)]
+    app.stop()
+    app.broker.actors["one"] = known
+    handle.signal("go", 1)
+    app.start()
     assert app.ended(handle) == "completed"
 
 

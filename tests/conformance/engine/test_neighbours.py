@@ -16,7 +16,7 @@ from dramatiq.results import Results
 from dramatiq.results.backends import StubBackend
 from dramatiq.results.errors import ResultMissing, ResultTimeout
 
-from dramatiq_saga import Flow, SagaMiddleware, Settings, current_step
+from dramatiq_saga import Flow, SagaMiddleware, Settings, current_step, get_flow
 from dramatiq_saga.brokers import SQLiteBroker
 from tests.support.application import Application, Applications
 from tests.support.waiting import eventually
@@ -146,8 +146,6 @@ def test_messages_sent_by_a_body_are_sent(app: Application) -> None:
     @app.workflow
     def first(flow: Flow) -> str:
         return flow.run(sends)
-
-    from dramatiq_saga import get_flow
 
     handle = app.run(first)
     assert app.ended(get_flow(handle.result())) == "completed"
@@ -410,6 +408,41 @@ def test_a_first_message_that_could_not_be_sent_takes_its_run_back(applications:
     handle = one.send_with_options(run_id="order-1")
     app.start()
     assert app.ended(handle) == "completed"
+
+
+@pytest.mark.parametrize("meanwhile", ["another start", "another start that fails", "a signal"])
+def test_a_start_that_meets_another_start_keeps_the_run(
+    applications: Applications, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """DRIVE-3, SIG-1: what somebody else relies on by now is not taken back, and the other start has sent its own message."""
+    app = applications("stub", broker=Failing)
+    assert isinstance(app.broker, Failing)
+    broker, plain = app.broker, app.broker.enqueue
+
+    @app.workflow
+    def one(flow: Flow) -> Any:
+        return flow.await_signal("go")
+
+    def met(message: Any, *, delay: int | None = None) -> Any:
+        monkeypatch.setattr(broker, "enqueue", plain)
+        if meanwhile == "a signal":
+            get_flow("order-1", broker=broker).signal("go", 1)
+        elif meanwhile == "another start":
+            one.send_with_options(run_id="order-1").signal("go", 1)
+        else:
+            broker.refuse["one"] = 1
+            with pytest.raises(RuntimeError, match="broker is down"):
+                one.send_with_options(run_id="order-1")
+        raise RuntimeError("the broker is down")
+
+    monkeypatch.setattr(broker, "enqueue", met)
+    with pytest.raises(RuntimeError, match="broker is down"):
+        one.send_with_options(run_id="order-1")
+    if meanwhile != "another start":
+        assert app.sql("SELECT id, status FROM {flow_runs}") == [("order-1", "pending")]
+        one.send_with_options(run_id="order-1").signal("go", 1, key="late")
+    app.start()
+    assert app.ended(get_flow("order-1", broker=broker)) == "completed"
 
 
 def test_a_retry_that_dramatiq_could_not_send_is_sent_by_us(

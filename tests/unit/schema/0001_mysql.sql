@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS `saga_flow_runs` (`id` VARCHAR(128) NOT NULL PRIMARY 
     CHECK ((ended_at IS NULL AND (status = 'pending' OR status = 'running' OR status = 'waiting' OR status = 'rolling_back')) OR (ended_at IS NOT NULL AND (status = 'cancelled' OR status = 'completed' OR status = 'expired' OR status = 'failed'))),
     CHECK ((rollback = 'none' OR rollback = 'running' OR rollback = 'halted' OR rollback = 'done')),
     CHECK (status <> 'rolling_back' OR ends_as IS NOT NULL),
-    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (ended_at, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (ended_at, woken_at), INDEX saga_flow_held (ended_at, hold_until), INDEX saga_flow_expiry (ended_at, expires_at), INDEX saga_flow_halted (rollback, created_at, id), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
+    CHECK (wakes_seen <= wakes), INDEX saga_flow_created (created_at, id), INDEX saga_flow_live (ended_at, created_at, id), INDEX saga_flow_unhappy (status, created_at, id), INDEX saga_flow_unseen (ended_at, woken_at), INDEX saga_flow_held (ended_at, hold_until), INDEX saga_flow_expiry (ended_at, expires_at), INDEX saga_flow_halted (rollback, created_at, id), INDEX saga_flow_undoing (rollback, created_at), INDEX saga_flow_children (parent_id), INDEX saga_flow_ended (ended_at));
 CREATE TABLE IF NOT EXISTS `saga_action_runs` (`run_id` VARCHAR(128) NOT NULL COLLATE utf8mb4_bin,
     `sequence` INTEGER NOT NULL,
     `block` INTEGER,

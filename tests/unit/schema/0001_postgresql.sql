@@ -46,6 +46,7 @@ CREATE INDEX IF NOT EXISTS saga_flow_unseen ON saga_flow_runs (woken_at) WHERE w
 CREATE INDEX IF NOT EXISTS saga_flow_held ON saga_flow_runs (hold_until) WHERE hold_until IS NOT NULL AND ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_expiry ON saga_flow_runs (expires_at) WHERE expires_at IS NOT NULL AND ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_halted ON saga_flow_runs (created_at, id) WHERE rollback = 'halted';
+CREATE INDEX IF NOT EXISTS saga_flow_undoing ON saga_flow_runs (created_at) WHERE rollback = 'running';
 CREATE INDEX IF NOT EXISTS saga_flow_children ON saga_flow_runs (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS saga_flow_ended ON saga_flow_runs (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS "saga_action_runs" ("run_id" VARCHAR(128) NOT NULL COLLATE "C",

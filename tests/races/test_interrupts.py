@@ -540,7 +540,7 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
     line.broker.actors["ship"].options["max_retries"] = 3  # a time limit in its body is a failed try
     random_ = random.Random(20)
     ident = threading.get_ident()
-    go, stop, thrown = threading.Event(), threading.Event(), [0]
+    go, over, stop, thrown = threading.Event(), threading.Event(), threading.Event(), [0]
     delay = [0.0]
 
     def storm() -> None:
@@ -553,6 +553,7 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
                 kind = random_.choice([TimeLimitExceeded, Shutdown])
                 thrown[0] += 1
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
+            over.set()
 
     def is_armed_for(thread: int) -> bool:
         limits = next(m for m in line.broker.middleware if isinstance(m, TimeLimit))
@@ -576,6 +577,10 @@ def test_a_storm_of_real_interrupts_loses_nothing(line: Line) -> None:
                 go.set()
                 line.process(message)
                 line.in_storm = False  # type: ignore[attr-defined]
+                assert over.wait(
+                    20
+                )  # a late one would be the second of the next message, and may land in Dramatiq's own handling of the first
+                over.clear()
             assert line.one("SELECT status FROM {flow_runs} WHERE id = ?", run) == ("completed",)
             done = "SELECT COUNT(*) FROM {flow_events} WHERE run_id = ? AND type = 'action.completed'"
             assert line.one(done, run) == (2,)

@@ -83,6 +83,7 @@ DEFAULTS: dict[str, Any] = {
 FLAG = st.booleans()
 SECONDS = st.one_of(st.integers(1, 10**6), st.floats(0.001, 10**6))
 WINDOW = st.one_of(st.integers(1, 10**6), st.floats(1, 10**6))
+INTERVAL = st.one_of(st.integers(1, 10**6), st.floats(0.1, 10**6))
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     key: FLAG
@@ -110,6 +111,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "repair.max_attempts": st.integers(1, 1000),
     "repair.backoff.base_seconds": st.integers(1, 50),
     "repair.backoff.max_seconds": st.integers(300, 7200),
+    "loop.monitor_seconds": INTERVAL,
+    "loop.repair_seconds": INTERVAL,
     "locks.prefix": st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30),
     "prune.retention_days": st.integers(1, 1000),
     "history.max_payload_preview_length": st.integers(0, 10_000),

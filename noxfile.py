@@ -29,7 +29,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 JOBS: dict[str, tuple[str, list[str]]] = {
     "setup": ("nothing but .venv, and which Python is in it", ["python --version"]),
     "demo": ("a shop whose workers are killed in mid-order: watch it recover", ["python -m examples.demo"]),
-    "tests": ("the whole suite, with the servers that answer here", ["python -m pytest -n 4 --dist worksteal"]),
+    "tests": ("the whole suite, with the servers that answer here", ["python -m pytest -n 2 --dist worksteal"]),
     "backends": ("what needs a database or message server; all of them must answer", ["python -m pytest -m servers"]),
     "races": ("races and killed processes", ["python -m pytest tests/races tests/processes"]),
     "typing": ("mypy, strict", ["python -m mypy"]),

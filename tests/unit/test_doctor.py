@@ -114,7 +114,7 @@ def test_a_fresh_message_renews_no_tries(bench: Workbench) -> None:
     (message,) = bench.messages()
     assert message.options["retries"] == 1
     facts = dict(message.options[OPTION])
-    assert facts.pop("created") == bench.store.read(
+    assert facts.pop("created") == bench.engine.store.read(
         lambda tx: tx.one("SELECT created_at FROM {flow_runs} WHERE id = ?", (run.id,))[0]  # type: ignore[index]
     )
     assert facts == {"kind": "step", "run": run.id, "sequence": 3, "attempts": 1}

@@ -208,6 +208,24 @@ class FlowHandle(Generic[R]):
         runs.refuse_joined(self._engine, "resume_rollback()")
         return undoing.resume(self._engine, self.id, self._middleware.sender(self._broker))
 
+    def abandon_undo(self, sequence: int) -> bool:
+        """End the level of a running undo without it, where nobody is at it any more (PAR-3, COMP-4); false where that was done before.
+
+        ``sequence`` is that of the step that it undoes. For an undo with neither a reclaim window nor a lease behind it, whose worker is
+        dead and whose message is lost: nothing else ever ends it. The rollback halts or goes on by the undo's policy, as after a failed
+        undo, with a ``CompensationUnfinishedError``; one that has halted tries it again with :meth:`resume_rollback`. Nobody here can know
+        whether its worker is dead: look first. Should it be at work after all, its outcome is recorded, until it is resumed.
+
+        Raises:
+          ConcurrentTransitionError: no undo of that step is to be abandoned (it is not running, or will be reclaimed); the error says
+            what it is.
+          FlowNotFoundError: there is no such run.
+          SagaError: called inside a transaction of the store's database (HOST-1).
+        """
+        refuse_inside_workflow("abandoning an undo")
+        runs.refuse_joined(self._engine, "abandon_undo()")
+        return undoing.abandon(self._engine, self.id, sequence, self._middleware.sender(self._broker))
+
     def kick(self) -> KickReport:
         """Drive the run again, refill its repair budget, and send what it is parked on once more (KICK-1)."""
         from .recovery.kick import kick

@@ -143,10 +143,10 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The answer to a resumed rollback.
+    """The answer to a resumed rollback, or to an abandoned undo.
 
-    ``changed`` is false where it was going on already. ``left`` is what is still to be undone, ``never`` what can never be: its undo
-    needs a result that could not be kept.
+    ``changed`` is false where it was going on already, or the undo was abandoned before. ``left`` is what is still to be undone, ``never``
+    what can never be: its undo needs a result that could not be kept. ``worker`` is what an abandoned undo was running on.
     """
 
     run_id: str
@@ -155,6 +155,7 @@ class Resumed:
     changed: bool
     left: tuple[Undo, ...] = ()
     never: tuple[Undo, ...] = ()
+    worker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +460,35 @@ class Operator:
         report = self.show_run(run_id)
         left, never = _not_undone(report)
         return Resumed(run_id, report.status, report.rollback, changed, left, never)
+
+    def abandon_undo(self, run_id: str, sequence: int) -> Resumed:
+        """End the level of a running undo without it, where nobody is at it any more (PAR-3, COMP-4).
+
+        Raises:
+          RefusedError: it is not running, or something else ends it: its message, as a database broker keeps it, a reclaim, a lease.
+          FlowNotFoundError: there is no such run.
+        """
+        handle = self._handle(run_id, "abandon-undo")
+        queue = self._queue_store()
+        posts = () if queue is None else self._posts(queue, run_id).of("compensation", sequence)
+        for post in posts:
+            if post.state != "dead":
+                held = f"reserved by a worker until {to_iso(post.at)}" if post.state == "reserved" else f"there ({post.state})"
+                raise RefusedError(
+                    f"the undo of step {sequence} is not lost: its message is {held}; a living worker that is at it keeps it, "
+                    "and if that one dies the message comes back and ends the undo's level; "
+                    f"`{command('why', run_id)}` says what the run waits for"
+                )
+        try:
+            changed = handle.abandon_undo(sequence)
+        except ConcurrentTransitionError as error:
+            raise RefusedError(
+                f"run {run_id} is {error.actual}: only an undo that is running, and that nothing will ever reclaim, is abandoned; "
+                f"`{command('why', run_id)}` says what the run waits for"
+            ) from None
+        report = self.show_run(run_id)
+        worker = next((undo.worker_id for undo in handle.compensations() if undo.sequence == sequence), None)
+        return Resumed(run_id, report.status, report.rollback, changed, *_not_undone(report), worker)
 
     # --- all runs ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""``send``, ``signal``, ``signal-retry``, ``list``, ``cancel``, ``kick`` and ``resume-rollback``: one run, or all of them.
+"""``send``, ``signal``, ``signal-retry``, ``list``, ``cancel``, ``kick``, ``abandon-undo`` and ``resume-rollback``: one run, or all of them.
 
 A cancel says what would stand before anything is changed: where work would, it asks which of the two is meant. Nothing here
-decides about a run; it asks ``operations`` and writes down the answer.
+decides about a run; it asks ``operations`` and writes down the answer. Long because each of these commands has an answer of its own, in words
+and for machines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from ..clock import to_iso
 from ..commands import command
 from ..context import NOT_CAPTURED, UNSET
+from ..engine.liveness import name_of
 from ..operations import Cancelled, Operator, RefusedError, Resumed, RunLine, Undo
 from ..report_entries import EntryReport
 from ..reports import StepReport
@@ -95,6 +97,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     kick.add_argument("run_id", metavar="RUN")
     kick.set_defaults(run=_kick)
+
+    abandon = commands.add_parser(
+        "abandon-undo", parents=[common], help="go on without an undo whose worker is dead",
+        description="Say that nobody is at a running undo any more, where nothing else can know it: the rollback halts or goes on by "
+        "the undo's policy, as after one that failed for good. Refused where its message, a reclaim or a lease ends it.",
+    )  # fmt: skip
+    abandon.add_argument("run_id", metavar="RUN")
+    abandon.add_argument("sequence", metavar="STEP", type=positive, help="the number of the step that it undoes")
+    abandon.set_defaults(run=_abandon)
 
     resume = commands.add_parser(
         "resume-rollback", parents=[common], help="go on with a rollback that has halted",
@@ -368,6 +379,20 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
         lines.append(f"  {what}: {'sent again' if row.left is None else f'left alone: {row.left}'}")
     if not report.rows:
         lines.append("  nothing of it is open")
+    return Answer(value, lines)
+
+
+def _abandon(operator: Operator, options: argparse.Namespace) -> Answer:
+    answer = operator.abandon_undo(options.run_id, options.sequence)
+    undo, worker = f"the undo of step {options.sequence}", cell(name_of(answer.worker))
+    said = f"run {cell(answer.run_id)}: {undo}, running on {worker}, {'is' if answer.changed else 'was'} abandoned"
+    stands = "goes on" if answer.rollback == "running" else f"is {answer.rollback}"
+    lines = [f"{said}{'' if answer.changed else ' before'}; its rollback {stands}"]
+    lines += [*_left(answer), "should it be at work after all, its outcome is recorded, until it is tried again"]
+    value = {
+        "run_id": answer.run_id, "sequence": options.sequence, "worker": answer.worker, "status": answer.status,
+        "rollback": answer.rollback, "changed": answer.changed, **_left_values(answer),
+    }  # fmt: skip
     return Answer(value, lines)
 
 

@@ -2,7 +2,8 @@
 
 No workflow code is needed here. :func:`settle` records a compensation's outcome behind its fence and, in the same transaction,
 sends the next level or ends the run; :func:`advance` looks at the rows and does what they ask for, for a drive, a repair or an
-operator; :func:`level_closed` is what a level's callback calls; :func:`resume` sets a halted rollback going again.
+operator; :func:`level_closed` is what a level's callback calls; :func:`abandon` ends a level for an operator; :func:`resume` sets a
+halted rollback going again.
 
 Who else may be here: the other members of a level, which finish at the same moment (all of them lock the run's row first, so
 exactly one finds the level ended), a second delivery (its claim is lost), a straggler of a claim that is no more (fenced by
@@ -67,6 +68,7 @@ _COLUMNS = (
     "r.not_before, r.sent_at, r.reclaim_stale_at, r.worker_id"
 )
 _ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
+_ONE = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.sequence = ?"
 _AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
 # The level that is open, whether an earlier one has stopped the rollback, and those rows of it that wait for a worker (NULLs where none
 # does). Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
@@ -258,9 +260,9 @@ def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | 
         if not staged:
             advance(engine, job.run_id, sender, delivery)
         return True
-    if already:
+    if already or outcome.kind == "unfinished":  # whatever that row is now, somebody else has seen to it
         advance(engine, job.run_id, sender, delivery)
-        return True
+        return already
     notify.compensation_rejected(engine, outcome)
     return False
 
@@ -330,6 +332,41 @@ def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delive
             job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
             settle(engine, unfinished(job, row.actor, row.attempts), sender, None)
     advance(engine, run_id, sender, delivery)
+
+
+def abandon(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
+    """End the level of a running undo without it: somebody has looked, and nobody is at it (PAR-3, COMP-4); false where that was done before.
+
+    Only an undo that nothing will ever take from its worker: whatever else is running, a reclaim comes back for. Who else may be here: the
+    undo itself, which may be at work after all. An outcome that lands first stands, and is told by the error; one that comes later is
+    recorded by its fence. test_an_outcome_that_lands_first_is_not_abandoned, test_an_undo_that_was_abandoned_at_work_is_still_recorded
+
+    Raises:
+      FlowNotFoundError: there is no such run.
+      ConcurrentTransitionError: no undo of that step is to be abandoned; the error says what it is.
+    """
+    while True:
+        run, found = engine.store.read(lambda tx: (tx.one(_RUN_STATE, (run_id,)), tx.one(_ONE, (run_id, sequence))))
+        if run is None:
+            raise FlowNotFoundError(run_id)
+        row = None if found is None else _Row(*found)
+        if row is not None and row.status == "running" and row.given_up:
+            advance(engine, run_id, sender, None)  # an earlier call may have failed to send the next undo
+            return False
+        if row is None or run[1] != "running" or not row.left_alone(engine):
+            raise ConcurrentTransitionError(run_id, f"rid of the undo of step {sequence}", _at(run, row, sequence))
+        job = Job("compensation", run_id, sequence, 0, row.attempts, "")
+        if settle(engine, unfinished(job, row.actor, row.attempts), sender, None):
+            return True
+
+
+def _at(run: tuple[Any, ...], row: _Row | None, sequence: int) -> str:
+    """Why the undo of a step is not one to be abandoned."""
+    if row is None:
+        return f"{run[0]}, and no undo of step {sequence} is planned"
+    if row.status == "running":
+        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker once that is given up (reclaim, or a lease)"
+    return f"{run[0]}, and the undo of step {sequence} is {row.status}"
 
 
 # --- what comes next -------------------------------------------------------------------------------------------------
@@ -466,7 +503,7 @@ def _write_outcome(tx: Tx, outcome: Outcome, now: int) -> bool:
 def _already(tx: Tx, outcome: Outcome) -> bool:
     """Whether this very outcome stands on the row: an earlier try at writing it did land (FENCE-1)."""
     if outcome.kind == "unfinished":
-        return True  # whatever it is now, somebody else has seen to it
+        return False
     row = tx.one(_STATE, (outcome.job.run_id, outcome.job.sequence))
     if row is None or row[1] != outcome.attempts:
         return False

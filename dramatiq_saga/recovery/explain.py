@@ -520,19 +520,29 @@ class _Asking:
 
     def _never_reclaimed(self, what: str, held: str, known: dict[str, Any], started_at: int) -> Reason:
         """A row that nothing takes from its worker (RECLAIM-4)."""
-        cancel = (
-            f"if its worker is gone, find out what it did, then: {command('cancel', self.id, options='--compensate')}, or --keep"
-            if what == "step"
-            else "if its worker is gone, find out what it did: nothing runs it again, and a rollback cannot be cancelled"
-        )
         long = self.now - started_at >= LONG_RUNNING_MS
+        lost = what == "undo" and self._lost(known["messages"])
+        find_out = "if its worker is gone, find out what it did, then:"
+        if what == "step":
+            advice = f"{find_out} {command('cancel', self.id, options='--compensate')}, or --keep"
+        elif any(post.state != "dead" for post in known["messages"]):
+            advice = "if its worker is gone, let its message come back to a worker: that ends its level"
+        else:
+            advice = f"{find_out} {command('abandon-undo', self.id, str(known['sequence']))}"
         act = Act("reclaim", "it is off for this row: nothing will ever take it from its worker (RECLAIM-4)", on=False)
-        report = Act("worker", "its worker records the outcome when the body returns")
+        report = [Act("worker", "its worker records the outcome when the body returns")]
+        if what == "undo" and not lost:
+            report.append(
+                Act(
+                    "message",
+                    "its message, if it is delivered again, ends its level without it, as if it had failed for good (PAR-3)",
+                )
+            )
         unleased = Act("lease", "it was claimed under a heartbeat, and leases are off (reclaim.dead_workers.enabled)", on=False)
         off = (unleased, act) if liveness.is_watched(known["worker"]) else (act,)
         return Reason(
-            f"{what}_running", f"{held}, without a reclaim deadline, since", started_at, acts=off if long else (report, *off),
-            advice=(cancel,) if long else (), **known,
+            f"{what}_running", f"{held}, without a reclaim deadline{_LOST if lost else ''}, since", started_at, lost=lost,
+            acts=off if long else (*report, *off), advice=(advice,) if long or lost else (), **known,
         )  # fmt: skip
 
     # --- what acts next ----------------------------------------------------------------------------------------------

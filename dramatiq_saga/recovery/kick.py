@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..clock import to_iso
+from ..commands import command
 from ..engine import liveness, notify
 from ..engine.rows import Outgoing
 from ..errors import FlowNotFoundError, StoreError
@@ -201,7 +202,10 @@ def _left(row: Row, now: int, lease: int | None) -> str | None:
             return "it is running, and its worker has been heard from within the lease"
     elif row.status == "running":
         if row.reclaim_stale_at is None:
-            return "it is running, and nothing says when its worker may be given up (reclaim is off for it)"
+            left = "it is running, and nothing says when its worker may be given up (reclaim is off for it)"
+            if row.kind == STEP:
+                return left
+            return f"{left}; where nobody is at it any more: {command('abandon-undo', row.run_id, str(row.sequence))}"
         if row.reclaim_stale_at > now:
             return "it is running, and its reclaim deadline has not passed"
     if row.status == "pending" and row.not_before is not None and row.not_before > now:

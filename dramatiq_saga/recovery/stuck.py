@@ -114,7 +114,7 @@ def _find(
         sql = _RUNNING % (TABLES[kind], never_reclaimed_sql(settings, kind))
         for run_id, at, sequence, actor, worker in tx.all(sql, (now - LONG_RUNNING_MS, limit)):
             reason = f"{_at_work(kind, sequence, actor, worker)}, and nothing will ever reclaim it"
-            advice = "find out what it did, then cancel" if kind == STEP else "find out what it did"
+            advice = f"find out what it did, then {'cancel' if kind == STEP else f'abandon-undo {sequence}'}"
             yield run_id, "never_reclaimed", at, reason, advice
     yield from _not_taken_over(tx, settings, now - LONG_RUNNING_MS, limit)
     if declared is not None:

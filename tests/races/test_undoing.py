@@ -17,7 +17,7 @@ from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import undoing
 from dramatiq_saga.engine.claim import ClaimAttempt
 from dramatiq_saga.engine.rows import Outgoing
-from dramatiq_saga.errors import ConcurrentTransitionError
+from dramatiq_saga.errors import ConcurrentTransitionError, FlowNotFoundError
 from dramatiq_saga.recovery.doctor import repair
 from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.recovery.kick import kick
@@ -612,6 +612,121 @@ def test_a_failure_of_an_undo_that_was_left_behind_is_recorded_and_final(bench: 
     worker.deliver(level[2])
     assert trip.undone == [4, 2, 3]
     assert ended(worker, run) == ("cancelled", "halted")
+
+
+def abandon(worker: Bench, run: str, sequence: int) -> bool:
+    return undoing.abandon(worker.engine, run, sequence, worker.sender)
+
+
+@every_database
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_an_undo_whose_worker_and_message_are_gone_is_ended_by_an_operator(bench: MakeBench, trip: Trip, policy: str) -> None:
+    """PAR-3, COMP-4, COMP-8, KICK-1: nothing else ever does, with every dial off; a kick leaves it, and names what ends it."""
+    trip.policies[4] = policy
+    worker = bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    job = Delivery(worker.message(worker.take())).job
+    assert job is not None
+    ClaimAttempt(worker.engine, job, nonce="of a worker that died").run()
+    (left,) = kick(worker.engine, run, worker.sender).left
+    assert (left.sequence, f"dramatiq-saga abandon-undo {run} 4" in (left.left or "")) == (4, True)
+    worker.sender.queue.clear()
+    assert abandon(worker, run, 4)
+    assert abandon(worker, run, 4) is False
+    assert "CompensationUnfinishedError" in str(
+        worker.one("SELECT error FROM {compensation_runs} WHERE run_id = ? AND sequence = 4", run)
+    )
+    if policy == "stop":
+        assert ended(worker, run) == ("cancelled", "halted")
+        assert resume(worker, run)
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
+    assert trip.undone == ([4, 3, 2, 1] if policy == "stop" else [3, 2, 1])
+    assert worker.events(run).count("compensation.given_up") == 1
+
+
+@every_database
+def test_an_undo_that_was_abandoned_at_work_is_still_recorded(bench: MakeBench, trip: Trip) -> None:
+    """PAR-3, FENCE-1: the operator was wrong. A resume then has nothing of it to do."""
+    worker, operator = bench(), bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    door = trip.undoing[4] = Door()
+    slow = Background(lambda: worker.deliver(worker.take()))
+    door.wait()
+    assert abandon(operator, run, 4)
+    assert ended(operator, run) == ("cancelled", "halted")
+    door.open()
+    slow.result()
+    assert states(worker, run)[4] == "completed"
+    assert ended(operator, run) == ("cancelled", "halted")
+    assert resume(operator, run)
+    operator.run()
+    assert trip.undone == [4, 3, 2, 1]
+    assert ended(operator, run) == ("cancelled", "done")
+
+
+@every_database
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_an_outcome_that_lands_first_is_not_abandoned(bench: MakeBench, trip: Trip, fails: bool) -> None:
+    """PAR-3, STATUS-1: it lands between the operator's look and write; the operator changes nothing and is told what it is."""
+    worker, operator = bench(), bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    door = trip.undoing[4] = Door()
+    slow = Background(lambda: worker.deliver(worker.take()))
+    door.wait()
+    stop = operator.stop("undo outcome")
+    late = Background(lambda: abandon(operator, run, 4))
+    stop.wait_reached()
+    door.open(ValueError("they do not answer") if fails else None)
+    slow.result()
+    stop.go()
+    with pytest.raises(ConcurrentTransitionError, match=f"undo of step 4 is {'failed' if fails else 'completed'}"):
+        late.result()
+    assert ended(worker, run) == ("rolling_back", "running")
+    assert worker.one("SELECT given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = 4", run) == (0,)
+    assert "compensation.given_up" not in worker.events(run)
+
+
+@every_database
+def test_of_two_that_abandon_an_undo_one_does_it(bench: MakeBench, trip: Trip) -> None:
+    """STATUS-1: both have found it at work; the second is told that it was done before."""
+    first, second = bench(), bench()
+    run = booked(first)
+    assert first.compensate(run)
+    job = Delivery(first.message(first.take())).job
+    assert job is not None
+    ClaimAttempt(first.engine, job, nonce="of a worker that died").run()
+    stop = second.stop("undo outcome")
+    late = Background(lambda: abandon(second, run, 4))
+    stop.wait_reached()
+    assert abandon(first, run, 4)
+    stop.go()
+    assert late.result() is False
+    assert first.events(run).count("compensation.given_up") == 1
+
+
+@pytest.mark.parametrize("way", ["a deadline", "leases"])
+def test_an_undo_that_will_be_reclaimed_is_not_abandoned(bench: MakeBench, trip: Trip, way: str) -> None:
+    """PAR-3, RECLAIM-3, RECLAIM-5: whoever comes back for it decides; nor is what is not running, or not there."""
+    leases = Settings.from_mapping({"reclaim": {"dead_workers": {"enabled": True}}})
+    worker = bench(settings=RECLAIM if way == "a deadline" else leases)
+    if way == "leases":
+        Heartbeat(worker.engine).enter()
+    run = booked(worker)
+    assert worker.compensate(run)
+    job = Delivery(worker.message(worker.take())).job
+    assert job is not None
+    ClaimAttempt(worker.engine, job, nonce="of a worker that died").run()
+    for sequence, words in ((4, "will be taken from its worker"), (3, "undo of step 3 is pending"), (9, "no undo of step 9")):
+        with pytest.raises(ConcurrentTransitionError, match=words):
+            abandon(worker, run, sequence)
+    with pytest.raises(FlowNotFoundError):
+        abandon(worker, "nobody", 4)
+    assert ended(worker, run) == ("rolling_back", "running")
+    assert worker.undo(run, 4) == ("running", 1)
 
 
 # --- COMP-8: resuming --------------------------------------------------------------------------------------------------

@@ -243,6 +243,7 @@ def runs() -> None:
     assert_type(handle.cancel("why"), bool)
     assert_type(handle.compensate("why"), bool)
     assert_type(handle.resume_rollback(), bool)
+    assert_type(handle.abandon_undo(3), bool)
     assert_type(handle.signal_if_running("paid", {"by": "ann"}, key="k"), bool)
     assert_type(query(workflow="checkout", status="waiting"), FlowQuery)
     assert_type([one.id for one in query(limit=3)], list[str])

@@ -371,7 +371,15 @@ def test_a_database_that_cannot_be_reached_refuses_the_connection_and_no_write(s
 
 
 @pytest.mark.parametrize(
-    "command", [["kick", "x"], ["send", "checkout"], ["sweep"], ["cancel", "x", "--keep"], ["resume-rollback", "x"]]
+    "command",
+    [
+        ["kick", "x"],
+        ["send", "checkout"],
+        ["sweep"],
+        ["cancel", "x", "--keep"],
+        ["resume-rollback", "x"],
+        ["abandon-undo", "x", "1"],
+    ],
 )
 def test_a_database_is_not_enough_to_act(shop: Shop, command: list[str]) -> None:
     shop("init")
@@ -834,6 +842,9 @@ def test_a_run_that_is_not_there_is_said_to_be_missing(shop: Shop) -> None:
         done = shop(*command, "nobody")
         assert (done.status, done.out) == (1, "")
         assert "no run has the id 'nobody'" in done.err
+    done = shop("abandon-undo", "nobody", "1")
+    assert (done.status, done.out) == (1, "")
+    assert "no run has the id 'nobody'" in done.err
 
 
 # --- why and stuck ---------------------------------------------------------------------------------------------------
@@ -1128,6 +1139,43 @@ def test_resume_rollback_of_one_that_is_under_way_is_refused(shop: Shop) -> None
     assert (done.status, done.out) == (1, "")
     assert "is rolling back, and nothing of that has halted: only a rollback that has halted is resumed" in done.err
     assert f"`dramatiq-saga why {run.id}` says" in done.err
+
+
+def test_an_undo_that_nobody_is_at_any_more_is_abandoned_and_tried_again(shop: Shop) -> None:
+    """PAR-3, COMP-4, COMP-8: `stuck` and `why` name the command; its answer says what it was running on and how to go on."""
+    run = shop.failed_once()
+    assert shop("cancel", run.id, "--compensate").status == 0
+    shop.sql(
+        "UPDATE saga_compensation_runs SET status = 'running', attempts = 1, started_at = 1, worker_id = 'host-7' WHERE sequence = 1"
+    )
+    refused = shop("abandon-undo", run.id, "1")
+    assert (refused.status, refused.out) == (1, "")
+    assert "the undo of step 1 is not lost: its message is there (ready)" in refused.err
+    shop.sql("UPDATE saga_messages SET state = 2, reserved_at = 1, lease_until = 9999999999999")
+    refused = shop("abandon-undo", run.id, "1")
+    assert "its message is reserved by a worker until 2286-11-20" in refused.err
+    shop.sql("DELETE FROM saga_messages")
+    assert "find out what it did, then abandon-undo 1" in shop("stuck").out
+    assert f"find out what it did, then: dramatiq-saga abandon-undo {run.id} 1" in shop("why", run.id).out
+    done = shop("abandon-undo", run.id, "1")
+    assert (done.status, done.lines) == (
+        0,
+        [
+            f"run {run.id}: the undo of step 1, running on host-7, is abandoned; its rollback is halted",
+            "not undone:", "  1  charge, by refund: the rollback halted before it was done",
+            f"`dramatiq-saga resume-rollback {run.id}` goes on with it once the cause is mended",
+            "should it be at work after all, its outcome is recorded, until it is tried again",
+        ],
+    )  # fmt: skip
+    again = shop("abandon-undo", run.id, "1", "--json")
+    assert (again.value["changed"], again.value["rollback"], again.value["worker"]) == (False, "halted", "host-7")
+    assert "is abandoned before" not in shop("abandon-undo", run.id, "1").out
+    assert shop("resume-rollback", run.id).status == 0
+    refused = shop("abandon-undo", run.id, "1")
+    assert "the undo of step 1 is not lost: its message is there (ready)" in refused.err
+    shop.work_until(lambda: run.rollback == "done")
+    refused = shop("abandon-undo", run.id, "1")
+    assert "is cancelled, and the undo of step 1 is completed: only an undo that is running" in refused.err
 
 
 def test_what_is_advised_can_be_pasted_whatever_a_run_is_called(shop: Shop) -> None:

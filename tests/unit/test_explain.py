@@ -589,6 +589,41 @@ def test_a_running_undo_without_a_deadline_needs_a_human_after_an_hour(joined: W
     assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
 
 
+def test_a_running_undo_without_a_deadline_says_what_its_message_does_and_what_to_do_without_one(joined: Workbench) -> None:
+    """PAR-3: delivered again it ends the undo's level; where it does not exist, only a person does, whatever the hour."""
+    run = rolling_back(joined)
+    joined.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ? WHERE run_id = ? AND sequence = 2",
+        joined.clock.now(), run.id,
+    )  # fmt: skip
+    reason = deciding(joined, run)
+    assert (acts(reason)["message"], reason.lost, reason.advice) == ((None, True), False, ())
+    assert "its message, if it is delivered again, ends its level without it" in text(joined, run)
+    joined.advance(HOUR)
+    assert "let its message come back to a worker" in deciding(joined, run).advice[0]
+    joined.lose_messages()
+    reason = deciding(joined, run)
+    assert (reason.lost, reason.stuck) == (True, True)
+    assert reason.advice[0].endswith(f"find out what it did, then: dramatiq-saga abandon-undo {run.id} 2")
+    (line,) = list_stuck(joined).runs
+    assert line.advice == "find out what it did, then abandon-undo 2"
+    assert operator(joined).abandon_undo(run.id, 2).rollback == "halted"
+    assert kinds(list_stuck(joined)) == [(run.id, "halted")]
+
+
+def test_a_running_undo_whose_message_is_gone_names_the_command_at_once(joined: Workbench) -> None:
+    """PAR-3: a living worker keeps its message."""
+    run = rolling_back(joined)
+    joined.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ? WHERE run_id = ? AND sequence = 2",
+        joined.clock.now(), run.id,
+    )  # fmt: skip
+    joined.lose_messages()
+    reason = deciding(joined, run)
+    assert (reason.lost, "message" in acts(reason)) == (True, False)
+    assert f"abandon-undo {run.id} 2" in reason.advice[0]
+
+
 def undone(bench: Workbench, *, sequence: int | None = None, status: str = "completed") -> FlowHandle[Any]:
     """A run whose undos have ended (but that of the first step, given ``sequence``), and whose rollback nobody has ended."""
     run = rolling_back(bench)

@@ -607,7 +607,7 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     group = outgoing.group
     if group is not None:
         options["group_completion_uuid"] = group.id
-        options["group_completion_callbacks"] = [_callback(outgoing.run_id, group)]
+        options["group_completion_callbacks"] = [_callback(outgoing, group)]
     if outgoing.kind not in ("drive", "timer"):
         facts["sequence"] = outgoing.sequence
         if outgoing.cycle:
@@ -626,9 +626,11 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     )
 
 
-def _callback(run_id: str, group: Group) -> dict[str, Any]:
+def _callback(member: Outgoing, group: Group) -> dict[str, Any]:
     """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
-    facts: dict[str, Any] = {"kind": "callback", "run": run_id}
+    facts: dict[str, Any] = {"kind": "callback", "run": member.run_id}
+    if member.created_at is not None:
+        facts["created"] = member.created_at
     if group.level is not None:
         facts["level"] = group.level
     else:

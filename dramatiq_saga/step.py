@@ -147,6 +147,7 @@ class Delivery:
         "back_in",
         "body",
         "claim",
+        "created",
         "damaged",
         "failure",
         "group",
@@ -170,7 +171,7 @@ class Delivery:
         facts = message.options[OPTION]
         kind, run, sequence = facts.get("kind"), facts.get("run"), facts.get("sequence")
         cycle, attempts = facts.get("cycle", 0), facts.get("attempts", 0)
-        created = facts.get("created")
+        self.created: int | None = facts.get("created")  # of the run, where the message says so
         self.message = message
         self.actor = message.actor_name
         self.run_id: str = run
@@ -178,7 +179,7 @@ class Delivery:
         self.at: int | None = facts.get("at") if kind == "timer" else None
         self.job: Job | None = None
         if kind in ("step", "compensation"):
-            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id, created)
+            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id, self.created)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind in ("drive", "timer")
         self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
@@ -189,7 +190,7 @@ class Delivery:
         elif kind == "callback":
             self.group = facts.get("block"), facts.get("first"), facts.get("last")
             known = all(type(number) is int for number in self.group)
-        known = known and (created is None or type(created) is int)
+        known = known and (self.created is None or type(self.created) is int)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -694,18 +695,30 @@ class Runner:
                 self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
             elif delivery.level is not None:
                 level = delivery.level
-                self.persist(lambda: undoing.level_closed(self.engine, delivery.run_id, level, self.sender, delivery.message))
+                self.persist(lambda: self._level_closed(delivery, level))
             elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
 
+    def _level_closed(self, delivery: Delivery, level: int) -> None:
+        undoing.level_closed(
+            self.engine, delivery.run_id, level, self.sender, delivery.message, created_at=delivery.created
+        )  # fmt: skip
+
     def _called_back(self, delivery: Delivery) -> bool:
         assert delivery.group is not None
         block, first, last = delivery.group
         return blocks.called_back(
-            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+            self.engine,
+            delivery.run_id,
+            self.sender,
+            block=block,
+            first=first,
+            last=last,
+            created_at=delivery.created,
+            delivery=delivery.message,
         )
 
     def wake(self, run_id: str) -> None:

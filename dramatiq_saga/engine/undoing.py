@@ -70,7 +70,11 @@ _COLUMNS = (
 )
 _ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
 _ONE = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.sequence = ?"
-_AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
+# test_a_callback_of_a_pruned_run_ends_no_level_of_its_namesake
+_AT_WORK = (
+    f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running' "
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = r.run_id AND {SAME_RUN})"
+)
 # The level that is open, whether an earlier one has stopped the rollback, and those rows of it that wait for a worker (NULLs where none
 # does). Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
 # test_an_undo_reads_the_same_however_long_its_rollback_is, test_where_a_rollback_stands_is_what_all_of_its_rows_say
@@ -319,14 +323,16 @@ def _send(tx: Tx, run_id: str, following: Next, outbox: Outbox, now: int) -> Non
     outbox.stage(tx)
 
 
-def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delivery: object | None = None) -> None:
+def level_closed(
+    engine: Engine, run_id: str, level: int, sender: Sender, delivery: object | None = None, *, created_at: int | None = None
+) -> None:
     """A level's callback has come: whatever of it is still ``running`` and can never be reclaimed ends there (PAR-3, COMP-4).
 
     From here a worker that has died and one that is slow look the same, so the outcome of the slow one is still recorded on its own
     row when it comes. Rows that a reclaim will come back for, and rows between two tries, keep their level open.
     test_a_callback_that_meets_a_running_undo_ends_its_level
     """
-    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level))):
+    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level, created_at))):
         row = _Row(*found)
         if row.left_alone(engine):
             job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")

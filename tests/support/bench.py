@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals, timers, undoing
+from dramatiq_saga.engine import runs, signals, timers
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -290,7 +290,7 @@ class Bench:
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
             if delivery.level is not None:
-                return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)
+                return self.runner._level_closed(delivery, delivery.level)
             if delivery.group is not None and not self.runner._called_back(delivery):
                 return None
             return drives.drive(self.engine, delivery.run_id, self.sender)

@@ -37,7 +37,7 @@ def add_jobs(
       prune_at: the time of day, as ``"04:15"``, at which runs are deleted that ended more than ``prune.retention_days`` ago;
         ``None`` for never.
       timezone: the zone of that time. Intervals are elapsed time, in every zone.
-      jobstore: where the jobs are kept, which has to be in memory.
+      jobstore: where the jobs are kept, which has to be in memory: they belong to this process, and each start of it adds them.
       prefix: what their ids begin with; jobs of the same ids are replaced.
 
     The application's workflows have to be declared in this process, as in a worker. A pass that another process is at, or has
@@ -48,6 +48,7 @@ def add_jobs(
       ValueError: an interval, a time or a zone that cannot be.
       MissingExtraError: there is no APScheduler 3.11 or later 3.x.
       MiddlewareOrderError: the broker has no SagaMiddleware.
+      TypeError: the job store pickles its jobs; raised by the scheduler's ``start()`` where that comes later.
     """
     middleware = middleware_of(broker)
     engine = middleware.engine(broker)

@@ -11,9 +11,10 @@ import os
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+from ..store.connections import file_of
 from . import settlement
 from .leases import LeaseKeeper
-from .wake import Bell, FileWatcher, sqlite_file
+from .wake import Bell, FileWatcher
 
 if TYPE_CHECKING:
     from .consumer import DatabaseConsumer
@@ -34,7 +35,7 @@ class Deliveries:
         self._consumers: dict[str, tuple[DatabaseConsumer, ...]] = {}
         self._workers: dict[int, Any] = {}
         self._keeper = LeaseKeeper(broker, retry_after=broker.retry_after, every=broker.extend_every)
-        path = sqlite_file(broker.store)
+        path = file_of(broker.store.database) if broker.store.dialect == "sqlite" else None
         self._bell = None if path is None else Bell(path)
         self._watcher = None
         if path is not None and self._bell is not None:

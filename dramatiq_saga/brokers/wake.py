@@ -22,10 +22,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..store.database import Store
 
 #: With a bell, polling is this many times slower.
 RELAXED = 10
@@ -182,13 +178,3 @@ class _DataVersion:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-
-def sqlite_file(store: Store) -> str | None:
-    """The file of an SQLite store; ``None`` for memory and for servers."""
-    if store.dialect != "sqlite":
-        return None
-    name = str(store.database.database)
-    if not name or ":memory:" in name or "mode=memory" in name:
-        return None
-    return name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name

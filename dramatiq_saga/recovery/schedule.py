@@ -5,8 +5,7 @@ The only module that imports APScheduler, when it is used. Several schedules at 
 each kind when it goes on, not all that it has missed; a pass that fails is told, and the next one comes in its time.
 
 Intervals are elapsed time, in every zone. APScheduler computes them on the wall clock, so :meth:`Schedule.serve` watches that clock
-against the monotonic one, and begins them anew where it was set back (C52). Only the time of day of the prune knows a zone (C53): one
-that a spring night leaves out comes an hour later by the clock, one that an autumn night has twice comes twice.
+against the monotonic one, and begins them anew where it was set back (C52). Only the time of day of the prune knows a zone (C53).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from datetime import time as time_of_day
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from zoneinfo import ZoneInfo
 
 import structlog
@@ -85,17 +84,35 @@ class Plan:
         repair = "repair is off (repair.enabled)" if self.repair_seconds is None else f"repair every {self.repair_seconds:g} s"
         prune = "no prune"
         if self.prune_at is not None:
-            first = self.daily().get_next_fire_time(None, datetime.fromtimestamp(now / 1000, UTC))
-            prune = (
-                f"prune of what ended over {self.retention_days:g} days ago daily at {self.prune_at:%H:%M} {self.zone}, "
-                f"first at {to_iso(round(first.timestamp() * 1000))}"
-            )
+            daily = Daily(self.prune_at, self.zone)
+            first = daily.get_next_fire_time(None, datetime.fromtimestamp(now / 1000, UTC))
+            prune = f"prune of what ended over {self.retention_days:g} days ago {daily}, first at {to_iso(round(first.timestamp() * 1000))}"
         return f"monitor every {self.monitor_seconds:g} s; {repair}; {prune}"
 
-    def daily(self) -> Any:
-        """The trigger of the prune."""
-        assert self.prune_at is not None
-        return _apscheduler().CronTrigger(hour=self.prune_at.hour, minute=self.prune_at.minute, timezone=self.zone)
+
+@dataclass(frozen=True)
+class Daily:
+    """The trigger of the prune: once a day, at a time by the clock of a zone, whatever that clock does (C53).
+
+    A time that a night leaves out comes as much later by the clock; of one that a night has twice, the first counts. APScheduler's own
+    trigger for this leaves days out: after a night that is an hour short, a whole one for a time before 01:00.
+    """
+
+    at: time_of_day
+    timezone: tzinfo
+
+    def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime:
+        """The first moment after ``previous``; from ``now`` on where there was none before, or the clock was set back behind it."""
+        since = now.astimezone(UTC)
+        if previous is not None and previous <= now:
+            since = previous.astimezone(UTC) + timedelta(microseconds=1)
+        day = since.astimezone(self.timezone).date() - timedelta(days=1)  # whose time may have been put off beyond its midnight
+        while (moment := datetime.combine(day, self.at, self.timezone).astimezone(UTC)) < since:
+            day += timedelta(days=1)
+        return moment.astimezone(self.timezone)
+
+    def __str__(self) -> str:
+        return f"daily at {self.at:%H:%M} {self.timezone}"
 
 
 class Schedule:
@@ -113,7 +130,8 @@ class Schedule:
     def add_to(self, scheduler: Any, *, jobstore: str = "default", prefix: str = "dramatiq-saga") -> None:
         """Add the jobs to an APScheduler, whatever its own defaults are; those of the same prefix that are there begin anew.
 
-        The job store has to be one in memory. Raises MissingExtraError where there is no APScheduler that is new enough.
+        Raises MissingExtraError where there is no APScheduler that is new enough, TypeError for a job store that is not in memory:
+        at once where the scheduler runs, and otherwise when it starts.
         """
         plan, interval = self._plan, _apscheduler().IntervalTrigger
         jobs: dict[str, tuple[Any, Callable[[], None]]] = {
@@ -122,12 +140,19 @@ class Schedule:
         if plan.repair_seconds is not None:
             jobs[passes.REPAIR] = (interval(seconds=plan.repair_seconds, timezone=UTC), self.repair)
         if plan.prune_at is not None:
-            jobs[passes.PRUNE] = (plan.daily(), self.prune)
+            jobs[passes.PRUNE] = (Daily(plan.prune_at, plan.zone), self.prune)
         for name, (trigger, job) in jobs.items():
             scheduler.add_job(
                 job, trigger, id=f"{prefix}.{name}", name=f"{prefix} {name}", jobstore=jobstore, replace_existing=True,
                 max_instances=1, coalesce=True, misfire_grace_time=None,
             )  # fmt: skip
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "the sweeps cannot be kept in a job store that pickles its jobs: they belong to the broker of this process. "
+            'Keep them in memory, scheduler.add_jobstore("memory", "sweeps") and add_jobs(..., jobstore="sweeps"): '
+            "each start of the program adds them"
+        )
 
     def serve(self, stop: queue.SimpleQueue[str]) -> str:
         """Run the plan in this process until something is put into ``stop``, and return that once the passes under way have ended."""
@@ -219,18 +244,18 @@ class _APScheduler(NamedTuple):
     """What is used of it."""
 
     BackgroundScheduler: Any
-    CronTrigger: Any
     IntervalTrigger: Any
 
 
 def _apscheduler() -> _APScheduler:
     try:
         from apscheduler.schedulers.background import BackgroundScheduler
-        from apscheduler.triggers.cron import CronTrigger
+        from apscheduler.triggers.base import BaseTrigger
         from apscheduler.triggers.interval import IntervalTrigger
     except ImportError as error:
         raise MissingExtraError(
             f"schedules need APScheduler 3.11 or a later 3.x ({error}): pip install 'dramatiq-saga[schedule]'; "
             "cron with `dramatiq-saga sweep` does without, and so does loop.enabled"
         ) from error
-    return _APScheduler(BackgroundScheduler, CronTrigger, IntervalTrigger)
+    BaseTrigger.register(Daily)  # this module can be imported without it
+    return _APScheduler(BackgroundScheduler, IntervalTrigger)

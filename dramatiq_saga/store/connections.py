@@ -54,7 +54,12 @@ MINIMUM_SQLITE = (3, 35, 0)
 
 
 def new_sqlite(path: str, **options: Any) -> SqliteDatabase:
-    """A Database object for a file of ours; ``options`` are its own, ``timeout`` for example."""
+    """A Database object for a file of ours; ``options`` are its own, ``timeout`` for example.
+
+    A relative path counts from here and now: each thread opens the file anew, and the program may have gone to another directory.
+    """
+    if path not in ("", ":memory:") and not path.startswith("file:"):
+        path = os.path.abspath(path)
     return SqliteDatabase(path, **{"pragmas": list(PRAGMAS.items()), "timeout": BUSY_TIMEOUT, **options})
 
 

@@ -393,7 +393,7 @@ def test_a_database_is_not_enough_to_act(shop: Shop, command: list[str]) -> None
 def test_looking_at_a_file_that_is_not_there_does_not_create_it(shop: Shop, command: list[str]) -> None:
     done = shop.plainly("--database", "shpo.db", *command)
     assert done.status == 1
-    assert "there is no file shpo.db" in done.err
+    assert f"there is no file {shop.directory / 'shpo.db'}:" in done.err
     assert not (shop.directory / "shpo.db").exists()
 
 

@@ -5,12 +5,15 @@ APScheduler's own clock is a variable here, and its jobs run when a test says th
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import queue
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from datetime import time as time_of_day
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +22,15 @@ from zoneinfo import ZoneInfo
 import pytest
 import structlog.testing
 from apscheduler.executors.debug import DebugExecutor
+from apscheduler.jobstores.memory import MemoryJobStore
+from apscheduler.jobstores.redis import RedisJobStore
 from apscheduler.schedulers.base import BaseScheduler
+from redis.connection import parse_url
 
 from dramatiq_saga import Settings
 from dramatiq_saga.errors import MiddlewareOrderError, MissingExtraError, StoreError
 from dramatiq_saga.recovery import schedule as schedules
-from dramatiq_saga.recovery.schedule import Plan, Schedule
+from dramatiq_saga.recovery.schedule import Daily, Plan, Schedule
 from dramatiq_saga.scheduling import add_jobs
 from tests.support.waiting import eventually
 from tests.support.workbench import MakeBench, Workbench
@@ -81,7 +87,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[datetime], Night]]
             return made[-1].now.astimezone(tz) if made else datetime(2027, 1, 1, tzinfo=UTC)
 
     for module in ("apscheduler.schedulers.base", "apscheduler.triggers.interval"):
-        monkeypatch.setattr(sys.modules[module], "datetime", Now)
+        monkeypatch.setattr(importlib.import_module(module), "datetime", Now)
     yield make
     for night in made:
         night.scheduler.shutdown()
@@ -192,6 +198,28 @@ def test_schedulers_of_many_processes_do_one_pass_per_interval(
     assert 14 <= counted["repair"] <= 17
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_job_store_that_pickles_its_jobs_is_told_that_sweeps_belong_to_the_process(
+    make_bench: MakeBench, redis_url: str, runs: bool
+) -> None:
+    """LOOP-1: a pickled sweep would be one without a broker. Beside such a store, one in memory does."""
+    keys, broker = f"test-{uuid.uuid4().hex}", make_bench().broker
+    pickling = RedisJobStore(jobs_key=keys, run_times_key=f"{keys}-times", **parse_url(redis_url))
+    scheduler = Still(jobstores={"default": pickling})
+    if runs:
+        scheduler.start(paused=True)
+    with pytest.raises(
+        TypeError, match=r"cannot be kept in a job store that pickles .* add_jobs\(\.\.\., jobstore=\"sweeps\"\)"
+    ):
+        add_jobs(scheduler, broker)
+        scheduler.start(paused=True)
+    assert pickling.get_all_jobs() == []
+    beside = Still(jobstores={"default": pickling, "sweeps": MemoryJobStore()})
+    add_jobs(beside, broker, jobstore="sweeps")
+    beside.start(paused=True)
+    assert {job.id for job in beside.get_jobs()} == {"dramatiq-saga.monitor", "dramatiq-saga.repair", "dramatiq-saga.prune"}
+
+
 def test_a_broker_without_sagas_is_told_so(at: Callable[[datetime], Night]) -> None:
     from dramatiq.brokers.stub import StubBroker
 
@@ -226,24 +254,36 @@ def test_intervals_are_elapsed_time_through_both_nights(at: Callable[[datetime],
         (AUTUMN, "UTC", "02:30", ["10-31 02:30", "11-01 02:30"]),
         (SPRING, "Europe/Berlin", "04:15", ["03-28 02:15", "03-29 02:15"]),
         (AUTUMN, "Europe/Berlin", "04:15", ["10-31 03:15", "11-01 03:15"]),
-        (
-            SPRING,
-            "Europe/Berlin",
-            "02:30",
-            ["03-28 01:30", "03-29 00:30"],
-        ),  # 03:30 by the clock: there is no 02:30 in that night
-        (AUTUMN, "Europe/Berlin", "02:30", ["10-31 00:30", "10-31 01:30", "11-01 01:30"]),  # both of them
+        (SPRING, "Europe/Berlin", "02:30", ["03-28 01:30", "03-29 00:30"]),  # 03:30 by the clock: that night has no 02:30
+        (AUTUMN, "Europe/Berlin", "02:30", ["10-31 00:30", "11-01 01:30"]),  # the first of two
+        (SPRING, "Europe/Berlin", "00:30", ["03-27 23:30", "03-28 22:30"]),  # the day after a night that is an hour short
+        # clocks that go forward, and back, at midnight
+        (datetime(2026, 9, 5, 12, tzinfo=UTC), "America/Santiago", "00:30", ["09-06 04:30", "09-07 03:30"]),
+        (datetime(2027, 4, 3, 12, tzinfo=UTC), "America/Santiago", "23:30", ["04-04 02:30", "04-05 03:30"]),
+        # a time that is put off beyond midnight: at 23:00 it is 00:00
+        (datetime(2026, 3, 28, 12, tzinfo=UTC), "America/Scoresbysund", "23:30", ["03-29 01:30", "03-30 00:30"]),
     ],
-)
+)  # fmt: skip
 def test_the_prune_of_a_night_in_which_clocks_change(
     at: Callable[[datetime], Night], begin: datetime, zone: str, prune_at: str, moments: list[str]
 ) -> None:
-    """C53: the rule that is documented: UTC knows no such night; elsewhere a time that is left out comes an hour later, and one that
-    there is twice comes twice, the second of which finds nothing to delete."""
+    """C53: the rule that is documented: UTC knows no such night; elsewhere a time that is left out comes as much later, of one that
+    there is twice the first counts, and no day goes without."""
     night = at(begin)
     watched = Watched(night, Plan.make(REPAIRING, prune_at=prune_at, timezone=zone))
     night.pass_by(timedelta(hours=44), step=timedelta(minutes=5))
     assert [f"{moment:%m-%d %H:%M}" for moment in watched.came["prune"]] == moments
+
+
+@pytest.mark.parametrize("zone", ["America/Santiago", "Australia/Lord_Howe", "Africa/Cairo", "Pacific/Apia"])
+def test_each_day_of_a_year_has_one_prune(zone: str) -> None:
+    """C53: at every time of the day, in zones whose clocks change at midnight, by half an hour, or once by a whole day."""
+    begin = datetime(2011, 1, 1, tzinfo=UTC)
+    for minutes in range(0, 24 * 60, 30):
+        daily, moments = Daily(time_of_day(*divmod(minutes, 60)), ZoneInfo(zone)), [begin]
+        while moments[-1] < begin + timedelta(days=400):
+            moments.append(daily.get_next_fire_time(moments[-1], moments[-1]).astimezone(UTC))
+        assert {round(gap / 3600) for gap in gaps(moments[1:])} <= {23, 24, 25}
 
 
 def test_a_workflow_that_is_started_at_a_nominal_time_is_started_once_in_a_doubled_hour(

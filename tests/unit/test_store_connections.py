@@ -50,6 +50,25 @@ def opened() -> Iterator[Callable[..., Store]]:
 # --- pragmas ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["shop.db", "sqlite:///shop.db", Path("shop.db")], ids=["text", "url", "path"])
+def test_a_program_that_goes_to_another_directory_keeps_its_database(
+    target: str | Path, tmp_path: Path, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread opens the file anew: an address without a directory names the one that it stood for when it was given."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    store = opened(target)
+    store.write(lambda tx: tx.run("CREATE TABLE orders (id)"))
+    monkeypatch.chdir(there)
+    assert store.read(lambda tx: tx.all("SELECT * FROM orders")) == []
+    store.close()
+    store.write(lambda tx: tx.run("INSERT INTO orders VALUES (1)"))
+    assert store.is_same_database(here / "shop.db")
+    assert not list(there.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["path", "text", "url", "database", "pooled"])
 def test_every_connection_of_the_engine_has_its_pragmas(kind: str, sqlite_path: Path, opened: Callable[..., Store]) -> None:
     """C40: writers, readers of later threads, and after closing; a Database made by the user too."""

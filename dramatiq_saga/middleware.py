@@ -383,7 +383,7 @@ class SagaMiddleware(Middleware):
         if claim is not None:
             at = engine.now() + delay
             try:
-                fence.note_next_try(engine, claim.job, claim.attempts, at)
+                fence.note_next_try(engine, claim, at)
                 if claim.deadline is not None and at >= claim.deadline:
                     self.runner(broker).give_up(delivery)  # a try that could not begin in time fails at once (C38)
             except Exception as error:
@@ -614,6 +614,8 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
             facts["cycle"] = outgoing.cycle
         if outgoing.attempts:
             facts["attempts"] = outgoing.attempts
+        if outgoing.created_at is not None:
+            facts["created"] = outgoing.created_at
         if outgoing.tries:
             options["retries"] = outgoing.tries
     if outgoing.priority is not None:

@@ -65,7 +65,7 @@ OPTION = "saga"
 MAX_HOP_MS = 60_000
 
 _CANCELLED = (
-    "SELECT f.status, f.rollback, a.status, a.attempts FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
+    "SELECT f.status, f.rollback, a.status, a.delivery FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
     "WHERE f.id = ? AND a.sequence = ?"
 )
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
@@ -115,6 +115,7 @@ class Step:
     workflow_name: str
     undoes: Undoes | None
     _engine: Engine
+    _delivery: str  # the claim's mark
 
     @property
     def cancelled(self) -> bool:
@@ -125,7 +126,7 @@ class Step:
             return True
         if self.undoes is not None:
             return bool(row[1] != "running")
-        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self.attempt)
+        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self._delivery)
 
 
 def is_ours(message: Message[Any] | MessageProxy) -> bool:
@@ -169,6 +170,7 @@ class Delivery:
         facts = message.options[OPTION]
         kind, run, sequence = facts.get("kind"), facts.get("run"), facts.get("sequence")
         cycle, attempts = facts.get("cycle", 0), facts.get("attempts", 0)
+        created = facts.get("created")
         self.message = message
         self.actor = message.actor_name
         self.run_id: str = run
@@ -176,7 +178,7 @@ class Delivery:
         self.at: int | None = facts.get("at") if kind == "timer" else None
         self.job: Job | None = None
         if kind in ("step", "compensation"):
-            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
+            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id, created)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind in ("drive", "timer")
         self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
@@ -187,6 +189,7 @@ class Delivery:
         elif kind == "callback":
             self.group = facts.get("block"), facts.get("first"), facts.get("last")
             known = all(type(number) is int for number in self.group)
+        known = known and (created is None or type(created) is int)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -444,7 +447,14 @@ class Runner:
             row = self.engine.store.read(lambda tx: tx.one(_UNDONE_STEP, of) or tx.one(_UNDONE_CHILD, of))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
-            claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
+            claim.job.run_id,
+            claim.job.sequence,
+            claim.attempts,
+            claim.idempotency_key,
+            claim.workflow,
+            undoes,
+            self.engine,
+            claim.delivery,
         )
 
     def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
@@ -742,7 +752,10 @@ class Runner:
                 fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
                 undoing.settle(
-                    self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                    self.engine,
+                    undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts, delivery=claim.delivery),
+                    self.sender,
+                    None,
                 )
 
         shielded(lambda: self.persist(part), delivery.interrupts)

@@ -62,6 +62,7 @@ class Member:
     block: int
     sequence: int
     failed: bool
+    created_at: int | None  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def settle_member(
 
     def attempt(next_one: tuple[object, ...] | None) -> Standing:
         outbox = sender.outbox(delivery)
-        outbox.load([] if next_one is None else [step_message(member.run_id, next_one)])
+        outbox.load([] if next_one is None else [step_message(member.run_id, next_one, created_at=member.created_at)])
         now = engine.now()
 
         def record_member(tx: Tx) -> Standing:
@@ -181,12 +182,13 @@ def groups(snapshot: Snapshot, decision: Decision, now: int) -> dict[int | None,
     return found
 
 
-def read_messages(engine: Engine, run_id: str, entries: Iterable[StepEntry]) -> list[Outgoing]:
+def read_messages(engine: Engine, snapshot: Snapshot, entries: Iterable[StepEntry]) -> list[Outgoing]:
     """The messages of steps whose rows are there already."""
+    run_id = snapshot.run_id
 
     def read(tx: Tx) -> list[Outgoing]:
         rows = [tx.one(_ONE, (run_id, entry.sequence)) for entry in entries]
-        return [step_message(run_id, row) for row in rows if row is not None]
+        return [step_message(run_id, row, created_at=snapshot.created_at) for row in rows if row is not None]
 
     return engine.store.read(read)
 

@@ -53,7 +53,10 @@ _INSERT = (
     "status, given_up, attempts, tries, claims, not_before, reclaim_stale_after_seconds, sent_at, repair_attempts, created_at, "
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = (
+    "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id, created_at FROM {flow_runs} "
+    "WHERE id = ?{for_update}"
+)
 
 
 class ReplanIncompleteError(SagaError):
@@ -174,7 +177,7 @@ def _first(snapshot: Snapshot, rows: list[dict[str, Any]], now: int) -> list[Out
         members = [row for row in rows if row["level"] == level]
         pending = [row for row in members if row["status"] == "pending"]
         if pending:
-            messages = [_outgoing(snapshot.run_id, row, now) for row in pending]
+            messages = [_outgoing(snapshot, row, now) for row in pending]
             return undoing.side_by_side(
                 messages, level, workflow=snapshot.workflow, queue=snapshot.queue, priority=snapshot.priority, now=now
             )
@@ -247,11 +250,11 @@ def _queue_of(engine: Engine, actor: str | None) -> str:
     return facts.queue if facts else "default"
 
 
-def _outgoing(run_id: str, row: dict[str, Any], now: int) -> Outgoing:
+def _outgoing(snapshot: Snapshot, row: dict[str, Any], now: int) -> Outgoing:
     delay = None if row["not_before"] is None else max(0, row["not_before"] - now)
     return Outgoing(
-        "compensation", run_id, row["actor"], row["queue"], row["sequence"], priority=row["priority"], options=row["options"],
-        delay=delay,
+        "compensation", snapshot.run_id, row["actor"], row["queue"], row["sequence"], priority=row["priority"],
+        options=row["options"], delay=delay, created_at=snapshot.created_at,
     )  # fmt: skip
 
 

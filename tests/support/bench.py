@@ -100,6 +100,8 @@ class HandOutbox:
         self._messages: list[Outgoing] = []
 
     def load(self, messages: list[Outgoing]) -> None:
+        unmarked = [one for one in messages if one.kind in ("step", "compensation") and one.created_at is None]
+        assert not unmarked, "messages that do not say which run they are of (CLAIM-1)"
         self._messages = messages
 
     def stage(self, tx: Any) -> None:

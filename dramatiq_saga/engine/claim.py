@@ -85,6 +85,18 @@ _CLAIM_COMPENSATION_IN_TURN = _CLAIM_COMPENSATION + (
     " AND NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = {compensation_runs}.run_id "
     f"AND e.level < {{compensation_runs}}.level AND {_EARLIER})"
 )
+# COMP-9: the step that an undo undoes was at work when its rollback was planned, and has not reported since.
+_BODY = (
+    f"SELECT a.worker_id, {liveness.seen_sql('a.worker_id')}, a.reclaim_stale_at, a.time_limit_at, c.created_at "
+    "FROM {compensation_runs} c JOIN {action_runs} a ON a.run_id = c.run_id AND a.sequence = c.sequence "
+    "WHERE c.run_id = ? AND c.sequence = ? AND a.status IN ('cancelled', 'expired')"
+)
+_BEGIN = "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ?"
+_HOLD = (
+    "UPDATE {compensation_runs} SET status = 'pending', attempts = attempts - 1, claims = claims - 1, started_at = NULL, "
+    "worker_id = NULL, delivery = NULL, reclaim_stale_at = NULL, not_before = ? "
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND delivery = ?"
+)
 # differs because: MySQL and MariaDB do not let an UPDATE look at its own table; under the run's lock a look before it is as good
 _OUT_OF_TURN = (
     "SELECT 1 FROM {compensation_runs} e JOIN {compensation_runs} r ON r.run_id = e.run_id AND e.level < r.level "
@@ -257,12 +269,30 @@ class ClaimAttempt:
             else:
                 landed = tx.run(_LEASED[_CLAIM_COMPENSATION] if leases else _CLAIM_COMPENSATION, params)
         row = row or self._read(tx)
+        if landed and row is not None and job.kind == "compensation" and row[19] is not None and self._is_held(tx, now):
+            row, landed = self._read(tx), 0
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         elif leases and row is not None and row[7] == "running":
             self._lease = liveness.lease_of(tx, engine, step=job.kind == "step", run_id=job.run_id, sequence=job.sequence)
         self._found = row, bool(landed)
         return self._found
+
+    def _is_held(self, tx: Tx, now: int) -> bool:
+        """Whether the body of the step that this undo undoes may still be at work; then the claim is taken back, as if it had not been made.
+
+        The moment that was set for it has come, and the step's worker may have been heard from since. Who else may be here: the body, which
+        reports just now. It waits for this row, finds it as it was, lets the undo go and sends its message.
+        test_a_body_that_reports_while_its_undo_is_held_back_lets_it_go
+        """
+        key = (self.job.run_id, self.job.sequence)
+        body = tx.one(_BODY, key)
+        until = None if body is None else liveness.at_work_until(self.engine, *body[:4], since=body[4], now=now)
+        if until is None:
+            tx.run(_BEGIN, key)  # whatever it is claimed for again, it is not held back again
+        else:
+            tx.run(_HOLD, (until, *key, self.delivery))
+        return until is not None
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job

@@ -61,6 +61,7 @@ WRITES = {
     "timers": "_end.<locals>.operation",
     "beat": "Heartbeat.beat.<locals>.operation",
     "put back": "Runner.put_back.<locals>.part.<locals>.<lambda>",
+    "body reported": "body_reported.<locals>.operation",
     "alarm": "_set_alarm_once.<locals>.operation",
 }
 

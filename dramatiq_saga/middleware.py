@@ -383,7 +383,7 @@ class SagaMiddleware(Middleware):
         if claim is not None:
             at = engine.now() + delay
             try:
-                fence.note_next_try(engine, claim.job, claim.attempts, at)
+                fence.note_next_try(engine, claim, at)
                 if claim.deadline is not None and at >= claim.deadline:
                     self.runner(broker).give_up(delivery)  # a try that could not begin in time fails at once (C38)
             except Exception as error:
@@ -607,13 +607,15 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     group = outgoing.group
     if group is not None:
         options["group_completion_uuid"] = group.id
-        options["group_completion_callbacks"] = [_callback(outgoing.run_id, group)]
+        options["group_completion_callbacks"] = [_callback(outgoing, group)]
     if outgoing.kind not in ("drive", "timer"):
         facts["sequence"] = outgoing.sequence
         if outgoing.cycle:
             facts["cycle"] = outgoing.cycle
         if outgoing.attempts:
             facts["attempts"] = outgoing.attempts
+        if outgoing.created_at is not None:
+            facts["created"] = outgoing.created_at
         if outgoing.tries:
             options["retries"] = outgoing.tries
     if outgoing.priority is not None:
@@ -624,9 +626,11 @@ def build_message(broker: Broker, outgoing: Outgoing) -> Message[Any]:
     )
 
 
-def _callback(run_id: str, group: Group) -> dict[str, Any]:
+def _callback(member: Outgoing, group: Group) -> dict[str, Any]:
     """The message that Dramatiq sends once every member of a group has succeeded, as it keeps it (PAR-1)."""
-    facts: dict[str, Any] = {"kind": "callback", "run": run_id}
+    facts: dict[str, Any] = {"kind": "callback", "run": member.run_id}
+    if member.created_at is not None:
+        facts["created"] = member.created_at
     if group.level is not None:
         facts["level"] = group.level
     else:

@@ -65,7 +65,7 @@ OPTION = "saga"
 MAX_HOP_MS = 60_000
 
 _CANCELLED = (
-    "SELECT f.status, f.rollback, a.status, a.attempts FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
+    "SELECT f.status, f.rollback, a.status, a.delivery FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
     "WHERE f.id = ? AND a.sequence = ?"
 )
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
@@ -115,6 +115,7 @@ class Step:
     workflow_name: str
     undoes: Undoes | None
     _engine: Engine
+    _delivery: str  # the claim's mark
 
     @property
     def cancelled(self) -> bool:
@@ -125,7 +126,7 @@ class Step:
             return True
         if self.undoes is not None:
             return bool(row[1] != "running")
-        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self.attempt)
+        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self._delivery)
 
 
 def is_ours(message: Message[Any] | MessageProxy) -> bool:
@@ -146,6 +147,7 @@ class Delivery:
         "back_in",
         "body",
         "claim",
+        "created",
         "damaged",
         "failure",
         "group",
@@ -169,6 +171,7 @@ class Delivery:
         facts = message.options[OPTION]
         kind, run, sequence = facts.get("kind"), facts.get("run"), facts.get("sequence")
         cycle, attempts = facts.get("cycle", 0), facts.get("attempts", 0)
+        self.created: int | None = facts.get("created")  # of the run, where the message says so
         self.message = message
         self.actor = message.actor_name
         self.run_id: str = run
@@ -176,7 +179,7 @@ class Delivery:
         self.at: int | None = facts.get("at") if kind == "timer" else None
         self.job: Job | None = None
         if kind in ("step", "compensation"):
-            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id)
+            self.job = Job(kind, run, sequence, cycle, attempts, message.message_id, self.created)
         # A message of ours that says nothing that could be acted on: cut short, or made by other code.
         known = type(sequence) is int if self.job is not None else kind in ("drive", "timer")
         self.group: tuple[int, int, int] | None = None  # of a group's callback: the block, its first and its last member
@@ -187,6 +190,7 @@ class Delivery:
         elif kind == "callback":
             self.group = facts.get("block"), facts.get("first"), facts.get("last")
             known = all(type(number) is int for number in self.group)
+        known = known and (self.created is None or type(self.created) is int)
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
@@ -447,7 +451,14 @@ class Runner:
             row = self.engine.store.read(lambda tx: tx.one(_UNDONE_STEP, of) or tx.one(_UNDONE_CHILD, of))
             undoes = Undoes(claim.job.sequence, row[0] if row else "", outcome, key)
         return Step(
-            claim.job.run_id, claim.job.sequence, claim.attempts, claim.idempotency_key, claim.workflow, undoes, self.engine
+            claim.job.run_id,
+            claim.job.sequence,
+            claim.attempts,
+            claim.idempotency_key,
+            claim.workflow,
+            undoes,
+            self.engine,
+            claim.delivery,
         )
 
     def _conclude(self, delivery: Delivery, claim: Claim, body: Body) -> None:
@@ -677,18 +688,30 @@ class Runner:
                 self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
             elif delivery.level is not None:
                 level = delivery.level
-                self.persist(lambda: undoing.level_closed(self.engine, delivery.run_id, level, self.sender, delivery.message))
+                self.persist(lambda: self._level_closed(delivery, level))
             elif delivery.group is None or self.persist(lambda: self._called_back(delivery)):
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
         shielded(part, delivery.interrupts)
 
+    def _level_closed(self, delivery: Delivery, level: int) -> None:
+        undoing.level_closed(
+            self.engine, delivery.run_id, level, self.sender, delivery.message, created_at=delivery.created
+        )  # fmt: skip
+
     def _called_back(self, delivery: Delivery) -> bool:
         assert delivery.group is not None
         block, first, last = delivery.group
         return blocks.called_back(
-            self.engine, delivery.run_id, self.sender, block=block, first=first, last=last, delivery=delivery.message
+            self.engine,
+            delivery.run_id,
+            self.sender,
+            block=block,
+            first=first,
+            last=last,
+            created_at=delivery.created,
+            delivery=delivery.message,
         )
 
     def wake(self, run_id: str) -> None:
@@ -735,7 +758,10 @@ class Runner:
                 fence.settle(self.engine, fence.given_up(claim), self.sender, None)
             else:
                 undoing.settle(
-                    self.engine, undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts), self.sender, None
+                    self.engine,
+                    undoing.Outcome("given_up", claim.job, claim.actor, claim.attempts, delivery=claim.delivery),
+                    self.sender,
+                    None,
                 )
 
         shielded(lambda: self.persist(part), delivery.interrupts)

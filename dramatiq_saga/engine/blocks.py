@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..statuses import ParallelFailurePolicy
+from .claim import SAME_RUN
 from .rows import Group, step_message
 from .wakes import LOCK_RUN, WAKE, WAKE_SEEN
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 #: How many members that are held back an outcome looks at to choose one: several outcomes at once choose different ones.
 CHOICE = 16
 
-_BLOCK = "SELECT policy, max_in_flight, failed_by, closed_early_at, ended_at FROM {blocks} WHERE run_id = ? AND sequence = ?"
+_BLOCK = "SELECT policy, max_in_flight, failed_by, closed_early_at FROM {blocks} WHERE run_id = ? AND sequence = ?"
 _MEMBER = "SELECT optional, retry_policy FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 
 # Members that are scheduled or at work. The first terms are those of an index that holds live members only; no order of its
@@ -42,6 +43,9 @@ RELEASE = (
     "UPDATE {action_runs} SET held_back = FALSE, sent_at = ?, repair_after = ? WHERE run_id = ? AND sequence = ? "
     "AND held_back = TRUE AND status = 'pending'"
 )
+# Whether the block that a callback is of has ended; no row where it was another run's of the same id, and pruned.
+# test_a_callback_of_a_pruned_run_says_nothing_of_a_block_of_its_namesake
+_ENDED = f"SELECT b.ended_at FROM {{blocks}} b JOIN {{flow_runs}} f ON f.id = b.run_id AND {SAME_RUN} WHERE b.run_id = ? AND b.sequence = ?"
 _OPEN_IN_GROUP = f"SELECT 1 FROM {_OPEN} AND sequence BETWEEN ? AND ? LIMIT 1"
 _OPEN_STEP = f"SELECT 1 FROM {_OPEN} LIMIT 1"
 _OPEN_CHILD = "SELECT 1 FROM {children} WHERE run_id = ? AND block = ? AND ended_at IS NULL LIMIT 1"
@@ -62,6 +66,7 @@ class Member:
     block: int
     sequence: int
     failed: bool
+    created_at: int | None  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def settle_member(
 
     def attempt(next_one: tuple[object, ...] | None) -> Standing:
         outbox = sender.outbox(delivery)
-        outbox.load([] if next_one is None else [step_message(member.run_id, next_one)])
+        outbox.load([] if next_one is None else [step_message(member.run_id, next_one, created_at=member.created_at)])
         now = engine.now()
 
         def record_member(tx: Tx) -> Standing:
@@ -127,7 +132,7 @@ def _look(tx: Tx, member: Member, next_one: tuple[object, ...] | None) -> Standi
     row = tx.one(_BLOCK, (member.run_id, member.block))
     if row is None:
         return Standing()
-    policy, limit, failed_by, closed_early_at = row[:4]
+    policy, limit, failed_by, closed_early_at = row
     early = closed_early_at is not None
     if member.failed and failed_by is None and _is_hard(tx, member, policy):
         return Standing(closed_early=early)
@@ -181,12 +186,13 @@ def groups(snapshot: Snapshot, decision: Decision, now: int) -> dict[int | None,
     return found
 
 
-def read_messages(engine: Engine, run_id: str, entries: Iterable[StepEntry]) -> list[Outgoing]:
+def read_messages(engine: Engine, snapshot: Snapshot, entries: Iterable[StepEntry]) -> list[Outgoing]:
     """The messages of steps whose rows are there already."""
+    run_id = snapshot.run_id
 
     def read(tx: Tx) -> list[Outgoing]:
         rows = [tx.one(_ONE, (run_id, entry.sequence)) for entry in entries]
-        return [step_message(run_id, row) for row in rows if row is not None]
+        return [step_message(run_id, row, created_at=snapshot.created_at) for row in rows if row is not None]
 
     return engine.store.read(read)
 
@@ -195,8 +201,8 @@ def read_messages(engine: Engine, run_id: str, entries: Iterable[StepEntry]) -> 
 
 
 def called_back(
-    engine: Engine, run_id: str, sender: Sender, *, block: int, first: int, last: int, delivery: object | None
-) -> bool:
+    engine: Engine, run_id: str, sender: Sender, *, block: int, first: int, last: int, created_at: int | None, delivery: object | None
+) -> bool:  # fmt: skip
     """A group's callback has come: whether the run is to be driven now. Otherwise the message at hand is used up.
 
     Early, while a member of the group is live, it marks the block, and the worker that finishes later tells (PAR-2). With nothing
@@ -209,9 +215,12 @@ def called_back(
     def operation(tx: Tx) -> bool:
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (run_id,))
-        row = tx.one(_BLOCK, (run_id, block))
-        if row is None or row[4] is not None:
-            return row is not None
+        row = tx.one(_ENDED, (created_at, run_id, block))
+        if row is None:
+            outbox.stage(tx)
+            return False
+        if row[0] is not None:
+            return True
         if tx.one(_OPEN_IN_GROUP, (run_id, block, first, last)) is not None:
             tx.run(_CLOSED_EARLY, (now, run_id, block))
             outbox.stage(tx)

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 #: When a message is tried again whose claim did not survive its commit, in milliseconds.
 RETRY_UNCOMMITTED_MS = 1_000
 
+#: A message outlives its run where that is pruned before it comes, and then its id may be another run's: which one the message is of is
+#: told by when the run was created. A message that does not say so is taken at its word.
+#: test_a_message_of_a_pruned_run_runs_nothing_of_its_namesake
+SAME_RUN = "f.created_at = COALESCE(?, f.created_at)"
+
 _CLAIMABLE = (
     "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND reclaim_stale_at <= ?))"
 )
@@ -43,12 +48,12 @@ _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
     "AND (expires_at IS NULL OR expires_at > ?) "
     "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back' "
-    "AND (f.expires_at IS NULL OR f.expires_at > ?))"
+    f"AND (f.expires_at IS NULL OR f.expires_at > ?) AND {SAME_RUN})"
 )
 _CLAIM_COMPENSATION = (
     f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
     "AND (not_before IS NULL OR not_before <= ?) "
-    "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.rollback = 'running')"
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = ? AND f.rollback = 'running' AND {SAME_RUN})"
 )
 _STEP_COLUMNS = (
     "a.actor, a.args, a.attempts, a.tries, a.cycle, a.claims, a.max_claims, a.status, a.reclaim_stale_at, a.delivery, "
@@ -66,7 +71,8 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
 )
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
-    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before, f.rollback"
+    "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before, f.rollback, "
+    "f.created_at"
 )
 _READ_COMPENSATION = (
     f"SELECT {_COMPENSATION_COLUMNS} FROM {{compensation_runs}} c JOIN {{flow_runs}} f ON f.id = c.run_id "
@@ -78,6 +84,18 @@ _EARLIER = "e.ended_at IS NULL AND e.given_up = FALSE"
 _CLAIM_COMPENSATION_IN_TURN = _CLAIM_COMPENSATION + (
     " AND NOT EXISTS (SELECT 1 FROM {compensation_runs} e WHERE e.run_id = {compensation_runs}.run_id "
     f"AND e.level < {{compensation_runs}}.level AND {_EARLIER})"
+)
+# COMP-9: the step that an undo undoes was at work when its rollback was planned, and has not reported since.
+_BODY = (
+    f"SELECT a.worker_id, {liveness.seen_sql('a.worker_id')}, a.reclaim_stale_at, a.time_limit_at, c.created_at "
+    "FROM {compensation_runs} c JOIN {action_runs} a ON a.run_id = c.run_id AND a.sequence = c.sequence "
+    "WHERE c.run_id = ? AND c.sequence = ? AND a.status IN ('cancelled', 'expired')"
+)
+_BEGIN = "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ?"
+_HOLD = (
+    "UPDATE {compensation_runs} SET status = 'pending', attempts = attempts - 1, claims = claims - 1, started_at = NULL, "
+    "worker_id = NULL, delivery = NULL, reclaim_stale_at = NULL, not_before = ? "
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND delivery = ?"
 )
 # differs because: MySQL and MariaDB do not let an UPDATE look at its own table; under the run's lock a look before it is as good
 _OUT_OF_TURN = (
@@ -101,6 +119,7 @@ class Job:
     cycle: int
     attempts: int
     message_id: str
+    created_at: int | None = None  # of its run, where the message says so (``SAME_RUN``)
 
     @property
     def row(self) -> str:
@@ -120,9 +139,13 @@ class Undoes:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A row that is ours until ``attempts`` changes. ``known`` is the run as the claim saw it: ``Snapshot.version_read``."""
+    """A row that is ours until ``attempts`` changes. ``known`` is the run as the claim saw it: ``Snapshot.version_read``.
+
+    ``delivery`` is this claim's mark on the row, which a row of the same place in another run of the same id does not have.
+    """
 
     job: Job
+    delivery: str
     actor: str
     args: bytes
     attempts: int
@@ -231,14 +254,14 @@ class ClaimAttempt:
         row: tuple[Any, ...] | None = None
         if job.kind == "step":
             limit = None if self.time_limit_ms is None else now + self.time_limit_ms
-            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id, now)
+            params = (*marks, limit, job.run_id, job.sequence, job.cycle, *until, now, job.run_id, now, job.created_at)
             if tx.dialect == "mysql":
                 landed = tx.run(_LEASED[_CLAIM_STEP] if leases else _CLAIM_STEP, params)
             else:
                 row = tx.one(_LEASED[_CLAIM_STEP_RETURNING] if leases else _CLAIM_STEP_RETURNING, params)
                 landed = row is not None
         else:
-            params = (*marks, job.run_id, job.sequence, *until, now, job.run_id)
+            params = (*marks, job.run_id, job.sequence, *until, now, job.run_id, job.created_at)
             if tx.dialect != "mysql":
                 landed = tx.run(_LEASED[_CLAIM_COMPENSATION_IN_TURN] if leases else _CLAIM_COMPENSATION_IN_TURN, params)
             elif tx.one(_OUT_OF_TURN, (job.run_id, job.sequence)):
@@ -246,6 +269,8 @@ class ClaimAttempt:
             else:
                 landed = tx.run(_LEASED[_CLAIM_COMPENSATION] if leases else _CLAIM_COMPENSATION, params)
         row = row or self._read(tx)
+        if landed and row is not None and job.kind == "compensation" and row[19] is not None and self._is_held(tx, now):
+            row, landed = self._read(tx), 0
         if landed and row is not None:
             engine.record(tx, job.run_id, now, [self._line(row[0], row[2])])
         elif leases and row is not None and row[7] == "running":
@@ -253,20 +278,36 @@ class ClaimAttempt:
         self._found = row, bool(landed)
         return self._found
 
+    def _is_held(self, tx: Tx, now: int) -> bool:
+        """Whether the body of the step that this undo undoes may still be at work; then the claim is taken back, as if it had not been made.
+
+        The moment that was set for it has come, and the step's worker may have been heard from since. Who else may be here: the body, which
+        reports just now. It waits for this row, finds it as it was, lets the undo go and sends its message.
+        test_a_body_that_reports_while_its_undo_is_held_back_lets_it_go
+        """
+        key = (self.job.run_id, self.job.sequence)
+        body = tx.one(_BODY, key)
+        until = None if body is None else liveness.at_work_until(self.engine, *body[:4], since=body[4], now=now)
+        if until is None:
+            tx.run(_BEGIN, key)  # whatever it is claimed for again, it is not held back again
+        else:
+            tx.run(_HOLD, (until, *key, self.delivery))
+        return until is not None
+
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job
         undoes = deadline = block = None
-        created_at = 0
+        created_at = row[-1]
         if job.kind == "step":
-            block, created_at = row[19:21]
+            block = row[19]
             deadline = _deadline(row)
             key = idempotency_key(job.run_id, job.sequence, row[4])
         else:
             key = f"{job.run_id}:{job.sequence}:undo"
             undoes = (row[17], row[18])
         return Claim(
-            job, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11], (row[12], row[13], created_at),
-            None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline, block,
+            replace(job, created_at=created_at), self.delivery, row[0], bytes(row[1]), row[2], row[3], row[4], row[10], row[11],
+            (row[12], row[13], created_at), None if row[16] is None else bytes(row[16]), key, undoes, row[5], row[6], row[8], deadline, block,
         )  # fmt: skip
 
     def _lost(self, row: tuple[Any, ...] | None) -> Lost:
@@ -277,7 +318,7 @@ class ClaimAttempt:
         retry_at = self._free_at(row, stale_at) if status == "running" else None
         if job.kind == "compensation" and status == "pending" and row[19] is not None:
             retry_at = row[19]
-        if job.kind == "step" and row[4] != job.cycle:
+        if (job.kind == "step" and row[4] != job.cycle) or job.created_at not in (None, row[-1]):
             retry_at = None
         orphaned = status == "running" and (delivery or "").partition("/")[0] == job.message_id
         rolls_back = row[15] == "rolling_back" or (job.kind == "compensation" and row[20] == "running")  # or resumed (COMP-8)
@@ -322,7 +363,7 @@ def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:
 
 _GIVE_BACK = (
     "UPDATE {%s} SET status = 'pending', started_at = NULL, worker_id = NULL, reclaim_stale_at = NULL, claims = claims - 1 "
-    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ? AND delivery = ?"
 )
 _GIVE_BACK_STEP = _GIVE_BACK.replace("%s", "action_runs")
 _GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
@@ -333,7 +374,7 @@ def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
     if tx.dialect != "sqlite":
         tx.one(LOCK_RUN, (claim.job.run_id,))  # DRIVE-7: a plan that is being written finds the step as it was, or as it is now
-    if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts)):
+    if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts, claim.delivery)):
         return False
     kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED
     engine.record(

@@ -314,25 +314,25 @@ def messages(engine: Engine, snapshot: Snapshot, decision: Decision, now: int) -
     found = [
         Outgoing(
             "step", run_id, step.actor, step.queue, step.sequence, priority=step.priority, options=step.options,
-            group=groups.get(step.scope.block) if groups else None,
+            group=groups.get(step.scope.block) if groups else None, created_at=snapshot.created_at,
         )
         for step in decision.steps
         if not step.scope.held_back
     ]  # fmt: skip
     found += children.messages(decision)
     if decision.more is not None and decision.more.released:
-        found += blocks.read_messages(engine, run_id, decision.more.released)
+        found += blocks.read_messages(engine, snapshot, decision.more.released)
     if decision.more is not None and decision.more.retries:
-        found += _again(engine, run_id, decision.more.retries)
+        found += _again(engine, snapshot, decision.more.retries)
     if decision.again:
         found.append(Outgoing("drive", run_id, snapshot.workflow, snapshot.queue, priority=snapshot.priority))
     return found
 
 
-def _again(engine: Engine, run_id: str, retries: list[Retry]) -> list[Outgoing]:
+def _again(engine: Engine, snapshot: Snapshot, retries: list[Retry]) -> list[Outgoing]:
     """The messages of steps that run again: their tries are new, and no message of an earlier cycle can claim them (RSIG-1)."""
     steps = [retry.entry for retry in retries if isinstance(retry.entry, StepEntry)]
-    found = blocks.read_messages(engine, run_id, steps)
+    found = blocks.read_messages(engine, snapshot, steps)
     return [replace(message, cycle=message.cycle + 1, tries=0) for message in found]
 
 

@@ -35,8 +35,9 @@ _RECORD = (
 _RERECORD = "UPDATE {side_effects} SET value = ? WHERE run_id = ? AND sequence = ?"
 _RECORDED = "SELECT name, value, kind FROM {side_effects} WHERE run_id = ? AND sequence = ?"
 _UNSENT = (
-    "SELECT sequence, actor, queue, priority, options, cycle, attempts, tries FROM {action_runs} "
-    "WHERE run_id = ? AND status = 'pending' AND sent_at IS NULL AND held_back = FALSE ORDER BY sequence"
+    "SELECT sequence, actor, queue, priority, options, cycle, attempts, tries, "
+    "(SELECT f.created_at FROM {flow_runs} f WHERE f.id = run_id) FROM {action_runs} WHERE run_id = ? AND status = 'pending' "
+    "AND sent_at IS NULL AND held_back = FALSE ORDER BY sequence"
 )
 
 
@@ -345,6 +346,6 @@ def send_unsent(engine: Engine, run_id: str, sender: Sender) -> int:
     if not rows:
         return 0
     outbox = sender.outbox(None)
-    outbox.load([step_message(run_id, row) for row in rows])
+    outbox.load([step_message(run_id, row[:-1], created_at=row[-1]) for row in rows])
     outbox.delivered()
     return len(rows)

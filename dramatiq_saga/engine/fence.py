@@ -1,7 +1,7 @@
 """THE FENCE: what decides, after a body has run, whether its outcome counts (FENCE-1, FENCE-2).
 
 Every outcome is one conditional ``UPDATE`` that repeats the claim's token: the row must still be in the state that the claim
-left, with the ``attempts`` that the claim produced. A worker that lost its row meanwhile changes nothing: its report is
+left, with the ``attempts`` that the claim produced and its mark. A worker that lost its row meanwhile changes nothing: its report is
 refused, journalled as ``outcome_rejected`` and handed to listeners, and a recorded outcome is never overwritten.
 
 Where the run's function can be replayed here, the outcome, the decision that follows from it, the next messages and the
@@ -26,7 +26,7 @@ from ..journal import history
 from ..store.trouble import is_trouble
 from . import alarms, blocks, drive, notify, rollback, undoing
 from . import decision as decisions
-from .claim import Claim, Job
+from .claim import SAME_RUN, Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
 from .snapshot import load
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 #: A replay that took longer than this (seconds) is not carried out between a body's end and its recorded outcome.
 SLOW_REPLAY = 0.1
 
-_OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+# A straggler may outlive its run: that is pruned, and another one of the same id may have made as many claims by now. The mark is the
+# claim's own. test_a_straggler_of_a_pruned_run_does_not_end_a_step_of_its_namesake
+_OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ? AND delivery = ?"
 _COMPLETE = (
     "UPDATE {action_runs} SET status = 'completed', result = ?, error = NULL, claims = 0, reclaim_stale_at = NULL, ended_at = ? "
     f"WHERE {_OWN}"
@@ -53,11 +55,12 @@ _FAIL = (
 )
 _GIVE_UP = (
     f"UPDATE {{action_runs}} SET status = {_FINAL}, given_up = TRUE, ended_at = ?, next_try_at = NULL "
-    "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
+    "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ? AND delivery = ?"
 )
 _REFUSE = (
     f"UPDATE {{action_runs}} SET status = {_FINAL}, error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
-    "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ?"
+    "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? AND cycle = ? "
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = run_id AND {SAME_RUN})"
 )
 # A run that was pruned and started again under its id may stand at the same count: when it was created tells them apart.
 # test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it
@@ -67,14 +70,16 @@ _FRESH = (
 )
 _FAIL_TRY = (
     "UPDATE {%s} SET status = 'failed', error = ?, tries = tries + 1, claims = 0, reclaim_stale_at = NULL, next_try_at = ? "
-    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+    "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ? AND delivery = ?"
 )
 _FAIL_TRY_STEP = _FAIL_TRY.replace("%s", "action_runs")
 # An undo that its level has left behind was given up while it ran (PAR-3): with this failure it has its end.
 _FAIL_TRY_COMPENSATION = _FAIL_TRY.replace("%s", "compensation_runs").replace(
     "next_try_at = ?", "next_try_at = ?, ended_at = CASE WHEN given_up = TRUE THEN ? ELSE NULL END"
 )
-_READ_ROW = "SELECT status, attempts, given_up, result, error, cycle FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_READ_ROW = (
+    "SELECT status, attempts, given_up, result, error, cycle, delivery FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+)
 
 
 _LINES = {
@@ -100,6 +105,7 @@ class Outcome:
     known: tuple[int, int, int] | None = None  # the run as it was last seen: ``Snapshot.version_read``; None: long ago
     exception: BaseException | None = None  # for those who listen to a rejection
     block: int | None = None  # the parallel block that the step is a member of, where its claim tells
+    delivery: str | None = None  # the claim's mark, where it is one's outcome
 
     @property
     def status(self) -> str:
@@ -110,7 +116,7 @@ def completed(claim: Claim, result: bytes) -> Outcome:
     """The body returned."""
     return Outcome(
         "completed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, result,
-        known=claim.known, block=claim.block,
+        known=claim.known, block=claim.block, delivery=claim.delivery,
     )  # fmt: skip
 
 
@@ -118,13 +124,22 @@ def failed(claim: Claim, error: str) -> Outcome:
     """The body ended in a way that no further try can mend."""
     return Outcome(
         "failed", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, error=error,
-        known=claim.known, block=claim.block,
+        known=claim.known, block=claim.block, delivery=claim.delivery,
     )  # fmt: skip
 
 
 def given_up(claim: Claim) -> Outcome:
     """Dramatiq will not try again: the failure that the row tells of is the last (NATIVE-2)."""
-    return Outcome("given_up", claim.job, claim.actor, claim.workflow, claim.queue, claim.attempts, block=claim.block)
+    return Outcome(
+        "given_up",
+        claim.job,
+        claim.actor,
+        claim.workflow,
+        claim.queue,
+        claim.attempts,
+        block=claim.block,
+        delivery=claim.delivery,
+    )
 
 
 def settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
@@ -148,7 +163,7 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
         _set_lines(tx, outcome, lines)
         return True
 
-    member = blocks.Member(job.run_id, block, job.sequence, failed=outcome.kind != "completed")
+    member = blocks.Member(job.run_id, block, job.sequence, failed=outcome.kind != "completed", created_at=job.created_at)
     standing = blocks.settle_member(engine, member, sender, delivery=delivery, write=write, lines=lines)
     if standing.landed:
         notify.changes(engine, job.run_id, outcome.workflow, engine.now(), lines)
@@ -191,7 +206,7 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
         return False
     error = outcome.error if outcome.error is not None else entry.error
     if outcome.kind == "given_up" and outcome.error is None:
-        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 6)[4]
+        error = engine.store.read(lambda tx: tx.one(_READ_ROW, (job.run_id, job.sequence)) or (None,) * 7)[4]
     value = None if outcome.result is None else freeze(outcome.result)
     completed = outcome.kind == "completed"
     entry = entry.settled(
@@ -291,13 +306,13 @@ def _write_outcome(tx: Tx, outcome: Outcome, now: int, *, fresh: tuple[str, int,
     key = (job.run_id, job.sequence)
     params: tuple[object, ...]
     if outcome.kind == "completed":
-        sql, params = _COMPLETE, (outcome.result, now, *key, outcome.attempts)
+        sql, params = _COMPLETE, (outcome.result, now, *key, outcome.attempts, outcome.delivery)
     elif outcome.kind == "failed":
-        sql, params = _FAIL, (outcome.error, now, *key, outcome.attempts)
+        sql, params = _FAIL, (outcome.error, now, *key, outcome.attempts, outcome.delivery)
     elif outcome.kind == "given_up":
-        sql, params = _GIVE_UP, (now, *key, outcome.attempts)
+        sql, params = _GIVE_UP, (now, *key, outcome.attempts, outcome.delivery)
     else:
-        sql, params = _REFUSE, (outcome.error, now, *key, outcome.attempts, job.cycle)
+        sql, params = _REFUSE, (outcome.error, now, *key, outcome.attempts, job.cycle, job.created_at)
     if fresh is None:
         return bool(tx.run(sql, params))
     return bool(tx.run(sql + _FRESH, (*params, *fresh)))
@@ -313,7 +328,7 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if row is None:
         return False
     status, attempts, given_up = row[:3]
-    if attempts != outcome.attempts:
+    if attempts != outcome.attempts or outcome.delivery not in (None, row[6]):
         return False
     if outcome.kind == "completed":
         return bool(status == "completed")
@@ -375,11 +390,11 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
         if claim.block is not None and blocks.gets_no_further_try(tx, job.run_id, claim.block):
             return False, False
         moments = (now,) if job.kind == "step" else (now, now)
-        if tx.run(sql, (error, *moments, job.run_id, job.sequence, claim.attempts)):
+        if tx.run(sql, (error, *moments, job.run_id, job.sequence, claim.attempts, claim.delivery)):
             engine.record(tx, job.run_id, now, lines)
             return True, False
-        row = tx.one(f"SELECT status, attempts FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
-        return False, row is not None and row[0] == "failed" and row[1] == claim.attempts
+        row = tx.one(f"SELECT status, delivery FROM {table} WHERE run_id = ? AND sequence = ?", (job.run_id, job.sequence))
+        return False, row == ("failed", claim.delivery)
 
     landed, already = engine.store.write(operation)
     if landed:
@@ -387,13 +402,14 @@ def fail_try(engine: Engine, claim: Claim, error: str) -> bool:
     return landed or already
 
 
-_NEXT_TRY = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
+_NEXT_TRY = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND delivery = ?"
 
 
-def note_next_try(engine: Engine, job: Job, attempts: int, at: int) -> None:
+def note_next_try(engine: Engine, claim: Claim, at: int) -> None:
     """Note when Dramatiq will try again, for people to read (NATIVE-6); losing the note loses nothing."""
+    job = claim.job
     sql = _NEXT_TRY.replace("%s", "action_runs" if job.kind == "step" else "compensation_runs")
-    engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, attempts)))
+    engine.store.write(lambda tx: tx.run(sql, (at, job.run_id, job.sequence, claim.delivery)))
 
 
 __all__ = ["Outcome", "completed", "fail_try", "failed", "given_up", "note_next_try", "settle"]

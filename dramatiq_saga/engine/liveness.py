@@ -1,5 +1,5 @@
-"""Whether the worker behind a ``running`` row still lives (RECLAIM-5): what the claim, the doctor and a kick ask in their statements, and
-overlap locks of whoever holds one.
+"""Whether the worker behind a ``running`` row still lives (RECLAIM-5): what the claim, the doctor and a kick ask in their statements,
+overlap locks of whoever holds one, and a rollback of a step that it has fenced at work (COMP-9).
 
 A worker process that keeps a heartbeat (``recovery/heartbeat.py``) claims under an id that begins with :data:`WATCHED`. Only such
 claims are ever judged: those of a process without a heartbeat (``run_sync``, a worker with the setting off) are left to their own
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: How the id of a worker process begins that keeps a heartbeat row. No host name has a colon.
 WATCHED = "beat:"
+
+#: How long an undo waits for a body of which nothing else says how long it may take, in milliseconds.
+UNBOUNDED_MS = 600_000
 
 _SEEN = (
     "SELECT r.worker_id, w.seen_at FROM {%s} r LEFT JOIN {workers} w ON w.id = r.worker_id "
@@ -130,6 +133,34 @@ def lease_behind(settings: Settings, worker_id: str | None, seen_at: int | None)
     if not is_on(settings) or not is_watched(worker_id):
         return None
     return Lease(seen_at, 0 if seen_at is None else seen_at + lease_ms(settings))
+
+
+def at_work_until(
+    engine: Engine,
+    worker_id: str | None,
+    seen_at: int | None,
+    stale_at: int | None,
+    limit_at: int | None,
+    *,
+    since: int,
+    now: int,
+) -> int | None:
+    """Until when the body of a fenced step may be at work, as far as is known ``now``; ``None`` where it no longer counts (COMP-9).
+
+    It may be until its reclaim deadline or its time limit, whichever comes first, and only while its worker is heard from (``seen_at``,
+    :func:`seen_sql`), where leases are on; that is then to be asked again. Where none of the three is known, for ten minutes from ``since``.
+    """
+    known = min((moment for moment in (stale_at, limit_at) if moment is not None), default=None)
+    if is_on(engine.settings) and is_watched(worker_id):
+        if seen_at is None or seen_at <= horizon(engine, now):
+            return None
+        heart = heart_of(engine)
+        # one that cannot be judged yet is soon asked about again
+        lease = max(seen_at + lease_ms(engine.settings), 0 if heart is None else heart.judges_from, now + 1_000)
+        until = lease if known is None else min(known, lease)
+    else:
+        until = since + UNBOUNDED_MS if known is None else known
+    return until if until > now else None
 
 
 def as_plain(lease: Lease | None) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codec import describe_error, load_error
 from ..errors import CompensationFailedError, SagaError
-from . import notify, undoing
+from . import liveness, notify, undoing
 from .claim import idempotency_key
 from .replay import HoldRun
 from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
@@ -33,13 +33,12 @@ _UNDOABLE = "run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
 _STEPS = (
     "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, "
     "comp_on_self_failure, comp_policy, comp_reclaim_stale_after_seconds, comp_group, comp_parallel, reclaim_stale_at, time_limit_at, "
-    "worker_id IS NOT NULL "
-    f"FROM {{action_runs}} WHERE {_UNDOABLE}"
+    f"worker_id, {liveness.seen_sql('worker_id')} FROM {{action_runs}} WHERE {_UNDOABLE}"
 )
 # A child that has not completed undoes itself, or is closed (CHILD-3): there is nothing of it to undo here.
 _CHILDREN = (
     "SELECT sequence, status, FALSE, 0, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, FALSE, comp_policy, "
-    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, FALSE "
+    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, NULL, NULL "
     f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
@@ -54,7 +53,10 @@ _INSERT = (
     "status, given_up, attempts, tries, claims, not_before, reclaim_stale_after_seconds, sent_at, repair_attempts, created_at, "
     "error, ended_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, 0, ?, ?, ?)"
 )
-_RUN = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = (
+    "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id, created_at FROM {flow_runs} "
+    "WHERE id = ?{for_update}"
+)
 
 
 class ReplanIncompleteError(SagaError):
@@ -104,7 +106,8 @@ class _Undoable(NamedTuple):
     parallel: bool
     stale_at: int | None
     limit_at: int | None
-    claimed: bool
+    worker_id: str | None
+    seen_at: int | None
 
 
 def draft(
@@ -174,7 +177,7 @@ def _first(snapshot: Snapshot, rows: list[dict[str, Any]], now: int) -> list[Out
         members = [row for row in rows if row["level"] == level]
         pending = [row for row in members if row["status"] == "pending"]
         if pending:
-            messages = [_outgoing(snapshot.run_id, row, now) for row in pending]
+            messages = [_outgoing(snapshot, row, now) for row in pending]
             return undoing.side_by_side(
                 messages, level, workflow=snapshot.workflow, queue=snapshot.queue, priority=snapshot.priority, now=now
             )
@@ -202,10 +205,9 @@ def _planned(
             )
         )
     not_before = None
-    if isinstance(entry, StepEntry) and (entry.status == "running" or (entry.status == "expired" and row.claimed)):
-        # COMP-9: no refund before the charge has reported, gone stale or run out of time
-        known = [moment for moment in (row.stale_at, row.limit_at) if moment is not None]
-        not_before = min(known) if known else now + 600_000
+    if isinstance(entry, StepEntry) and (entry.status == "running" or (entry.status == "expired" and row.worker_id)):
+        # COMP-9: no refund before the charge has reported, gone stale or run out of time; the undo's claim asks again
+        not_before = liveness.at_work_until(engine, row.worker_id, row.seen_at, row.stale_at, row.limit_at, since=now, now=now)
     return {
         "sequence": row.sequence,
         "actor": actor or "",
@@ -248,11 +250,11 @@ def _queue_of(engine: Engine, actor: str | None) -> str:
     return facts.queue if facts else "default"
 
 
-def _outgoing(run_id: str, row: dict[str, Any], now: int) -> Outgoing:
+def _outgoing(snapshot: Snapshot, row: dict[str, Any], now: int) -> Outgoing:
     delay = None if row["not_before"] is None else max(0, row["not_before"] - now)
     return Outgoing(
-        "compensation", run_id, row["actor"], row["queue"], row["sequence"], priority=row["priority"], options=row["options"],
-        delay=delay,
+        "compensation", snapshot.run_id, row["actor"], row["queue"], row["sequence"], priority=row["priority"],
+        options=row["options"], delay=delay, created_at=snapshot.created_at,
     )  # fmt: skip
 
 

@@ -469,14 +469,15 @@ class Outgoing:
     delay: int | None = None
     at: int | None = None  # of a timer: the moment that it is for
     group: Group | None = None  # what it goes out with
+    created_at: int | None = None  # of a step or compensation: when its run was created, which tells it from a namesake
 
 
-def step_message(run_id: str, row: tuple[object, ...]) -> Outgoing:
-    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries)."""
+def step_message(run_id: str, row: tuple[object, ...], *, created_at: int | None) -> Outgoing:
+    """The message of a step's row: (sequence, actor, queue, priority, options, cycle, attempts, tries), and its run's ``created_at``."""
     sequence, actor, queue, priority, options, cycle, attempts, tries = row
     return Outgoing(
         "step", run_id, str(actor), str(queue), int(sequence), int(cycle), int(attempts), int(tries),  # type: ignore[call-overload]
-        priority=priority, options=json.loads(str(options)) if options else None,  # type: ignore[arg-type]
+        priority=priority, options=json.loads(str(options)) if options else None, created_at=created_at,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

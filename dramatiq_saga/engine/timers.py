@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .core import Engine, Sender
 
 _RUN = (
-    "SELECT workflow, queue, priority, expires_at, expiry_after, timer_at, wakes > wakes_seen, "
+    "SELECT workflow, queue, priority, expires_at, expiry_after, expiry_attempts, timer_at, wakes > wakes_seen, "
     "wakes > wakes_seen AND woken_at <= expires_at AND status <> 'pending' FROM {flow_runs} "
     "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 )
@@ -64,6 +64,10 @@ _TAKE_UP = "UPDATE {flow_runs} SET timer_at = timer_last, timer_last = NULL WHER
 _LATER = "SELECT timer_last FROM {flow_runs} WHERE id = ?"
 _CLEAR = "UPDATE {flow_runs} SET timer_at = NULL WHERE id = ? AND timer_at = ?"
 _EXPIRY = "SELECT workflow, expiry_attempts FROM {flow_runs} WHERE id = ?"
+_HOLD_OFF = (
+    "UPDATE {flow_runs} SET expiry_after = ? WHERE id = ? AND (expiry_after IS NULL OR expiry_after <= ?) AND expiry_attempts = ? "
+    "AND ended_at IS NULL AND status <> 'rolling_back'"
+)
 _EXPIRY_FAILED = (
     "UPDATE {flow_runs} SET expiry_attempts = expiry_attempts + 1, expiry_after = ? "
     "WHERE id = ? AND expiry_attempts = ? AND ended_at IS NULL AND status <> 'rolling_back'"
@@ -113,6 +117,7 @@ class _Found:
     workflow: str
     queue: str
     priority: int | None
+    expiry_attempts: int
     timer_at: int | None
     unseen: bool
     in_time: bool  # what nobody has seen had happened before the run's deadline
@@ -122,36 +127,53 @@ class _Found:
 
 
 def fire(
-    engine: Engine, run_id: str, sender: Sender, *, delivery: object | None = None, at: int | None = None, here: bool = True
+    engine: Engine,
+    run_id: str,
+    sender: Sender,
+    *,
+    delivery: object | None = None,
+    at: int | None = None,
+    here: bool = True,
+    sweeping: bool = False,
+    calls: bool = True,
 ) -> Fired:
     """End what is due in a run, in due order, have the run driven, and set the next alarm.
 
     ``delivery`` is the message at hand and ``at`` the moment that it was for. With ``here``, a run whose workflow this process knows is
-    driven on the spot; otherwise by a message.
+    driven on the spot; otherwise by a message. ``sweeping``: an overdue run is held off before its function is called, and where it is
+    ``left``, the caller sends for it. Without ``calls``, no function is called: an overdue run is ``left`` then like one whose workflow
+    this process does not know.
 
     Raises StoreError where the store refuses, MessageNotSentError where a message did not leave; calling it again goes on from there.
     """
     fired = Fired()
     ended = driven = False
+    ours: int | None = None
     while True:
         now = engine.now()
-        found = engine.store.read(lambda tx: _look(tx, run_id, now))  # noqa: B023
+        found = engine.store.read(lambda tx: _look(tx, run_id, now, ours))  # noqa: B023
         if found is None:
             return fired
+        knows = calls and engine.drives(found.workflow, found.queue)
         if found.waits or found.steps:
             ended = True
-            driven = _end(engine, found, sender, delivery, fired, now=now, here=here) or driven
+            driven = _end(engine, found, sender, delivery, fired, now=now, here=here and knows) or driven
             continue
         if found.overdue:
-            if (ended or found.in_time) and not driven and engine.drives(found.workflow, found.queue):
+            if sweeping and ours is None and calls and found.workflow in engine.workflows:
+                ours = _hold_off(engine, found, now)
+                continue
+            if (ended or found.in_time) and not driven and knows:
                 driven = True
                 _drive(engine, run_id, sender, delivery, fired)  # what had happened before its deadline counts
                 continue
-            if _expire_run(engine, run_id, sender, delivery, fired):
+            if _expire_run(engine, run_id, sender, delivery, fired, calls=calls):
                 continue
         break
-    if delivery is not None and found.unseen and not driven and engine.drives(found.workflow, found.queue):
+    if delivery is not None and found.unseen and not driven and knows:
         _drive(engine, run_id, sender, delivery, fired)  # an earlier delivery has fired, and was lost before its drive
+    if sweeping and fired.left:
+        return fired
     if sender.rings:
         set_alarm(engine, run_id, sender, at=at)
     elif (
@@ -161,16 +183,20 @@ def fire(
     return fired
 
 
-def _look(tx: Tx, run_id: str, now: int) -> _Found | None:
+def _look(tx: Tx, run_id: str, now: int, ours: int | None = None) -> _Found | None:
+    """``ours`` is the window that this call has taken."""
     run = tx.one(_RUN, (run_id,))
     if run is None:
         return None
-    workflow, queue, priority, expires_at, expiry_after, timer_at, unseen, in_time = run
-    overdue = expires_at is not None and expires_at <= now and (expiry_after is None or expiry_after <= now)
+    workflow, queue, priority, expires_at, expiry_after, expiry_attempts, timer_at, unseen, in_time = run
+    off = expiry_after is not None and expiry_after > now and expiry_after != ours
+    overdue = expires_at is not None and expires_at <= now and not off
     until = expires_at if overdue else now
     waits = tuple(_Wait(*row) for row in tx.all(_WAITS, (run_id, until)))
     steps = tuple(_Step(*row) for row in tx.all(_STEPS, (run_id, until)))
-    return _Found(run_id, workflow, queue, priority, timer_at, bool(unseen), bool(in_time), overdue, waits, steps)
+    return _Found(
+        run_id, workflow, queue, priority, expiry_attempts, timer_at, bool(unseen), bool(in_time), overdue, waits, steps
+    )
 
 
 # --- waits and steps -------------------------------------------------------------------------------------------------
@@ -179,7 +205,6 @@ def _look(tx: Tx, run_id: str, now: int) -> _Found | None:
 def _end(engine: Engine, found: _Found, sender: Sender, delivery: object | None, fired: Fired, *, now: int, here: bool) -> bool:
     """End what was found due; true where the run was driven here afterwards."""
     run_id = found.run_id
-    here = here and engine.drives(found.workflow, found.queue)
     outbox = sender.outbox(delivery)
     outbox.load([signals.drive_message(run_id, (found.workflow, found.queue, found.priority))])
 
@@ -242,7 +267,24 @@ def _end_step(tx: Tx, run_id: str, step: _Step, now: int, lines: list[history.Li
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired) -> bool:
+def _hold_off(engine: Engine, found: _Found, now: int) -> int | None:
+    """Take an overdue run before its function is called: whatever becomes of this call, the run does not stand in front of others (EXPIRE-2).
+
+    The end of the window; ``None`` where it is not as it was found.
+    """
+    until = now + _window(engine, found.expiry_attempts)
+    params = (until, found.run_id, now, found.expiry_attempts)
+    # Who else may be here: another sweep, or an alarm that has failed at this. One of them moves the window, the others see it moved.
+    # test_a_sweep_that_is_killed_in_a_workflow_function_leaves_the_others_to_the_next
+    return until if engine.store.write(lambda tx: tx.run(_HOLD_OFF, params)) else None
+
+
+def _window(engine: Engine, attempts: int) -> int:
+    backoff = engine.settings.monitor.expiration.backoff
+    return int(min(backoff.base_seconds * 2 ** min(attempts, 30), backoff.max_seconds) * 1000)
+
+
+def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired, *, calls: bool) -> bool:
     """Undo an overdue run, to end as ``expired``; true where it has to be looked at again.
 
     Where its rollback cannot be planned, the run is left as found and held off (COMP-3, EXPIRE-2).
@@ -251,7 +293,7 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
         snapshot = load(engine, run_id)
         if snapshot is None or snapshot.status not in signals.SIGNALABLE:
             return True
-        if snapshot.workflow not in engine.workflows and runs.needs_replay(snapshot):
+        if not (calls and snapshot.workflow in engine.workflows) and runs.needs_replay(snapshot):
             fired.left += 1
             return False
         if not expiry.expire(engine, snapshot, sender, delivery):
@@ -259,25 +301,27 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
     except Exception as fault:
         if is_trouble(fault):
             raise
-        _expiry_failed(engine, run_id, fault.error if isinstance(fault, HoldRun) else fault, fired)
+        fired.failed += expiry_failed(engine, run_id, fault.error if isinstance(fault, HoldRun) else fault)
         return False
     fired.runs += 1
     return True
 
 
-def _expiry_failed(engine: Engine, run_id: str, error: BaseException, fired: Fired) -> None:
-    """Hold an overdue run off, for a window that doubles with every failure, without an end; nothing else of it is changed."""
-    backoff = engine.settings.monitor.expiration.backoff
+def expiry_failed(engine: Engine, run_id: str, error: BaseException) -> bool:
+    """Hold an overdue run off, for a window that doubles with every failure, without an end; nothing else of it is changed.
+
+    False where it has ended, or somebody else's failure has counted.
+    """
     row = engine.store.read(lambda tx: tx.one(_EXPIRY, (run_id,)))
     if row is None:
-        return
+        return False
     attempts: int = row[1]
-    window = min(backoff.base_seconds * 2 ** min(attempts, 30), backoff.max_seconds)
-    after = engine.now() + int(window * 1000)
+    after = engine.now() + _window(engine, attempts)
     # Who else may be here: another sweep that has failed at the same. One of them counts.
-    if engine.store.write(lambda tx: tx.run(_EXPIRY_FAILED, (after, run_id, attempts))):
-        engine.anomalies.expiry_failed(run_id=run_id, workflow=row[0], error=error, expiry_attempts=attempts + 1)
-        fired.failed += 1
+    if not engine.store.write(lambda tx: tx.run(_EXPIRY_FAILED, (after, run_id, attempts))):
+        return False
+    engine.anomalies.expiry_failed(run_id=run_id, workflow=row[0], error=error, expiry_attempts=attempts + 1)
+    return True
 
 
 # --- finding what is due ---------------------------------------------------------------------------------------------
@@ -319,11 +363,11 @@ class DueRun:
     due: int
 
 
-def find_due(engine: Engine, *, unsent: bool = False) -> list[DueRun]:
+def find_due(engine: Engine, *, unsent: bool = False, without: Collection[str] = ()) -> list[DueRun]:
     """Live runs in which something is due, the longest due first, at most ``monitor.expiration.batch_size`` rows of each kind.
 
-    ``unsent``: only runs that this process drives (DRIVE-6) and that no message of kind "timer" is on its way to. An overdue run that is
-    held off is none (EXPIRE-2).
+    ``unsent``: only runs that this process drives (DRIVE-6) and that no message of kind "timer" is on its way to. ``without``: workflows
+    whose functions it does not call now. An overdue run that is held off is none (EXPIRE-2).
     """
     now, limit = engine.now(), engine.settings.monitor.expiration.batch_size
     gate: tuple[Any, ...] = ()
@@ -339,10 +383,14 @@ def find_due(engine: Engine, *, unsent: bool = False) -> list[DueRun]:
 
     # Runs of workflows that are not known here can be sent to others, and no more: were they listed together, as many of them as the
     # limit would stand in front of those that can be ended. test_overdue_runs_of_unknown_workflows_do_not_stand_in_front_of_known_ones
-    names = tuple(engine.workflows)
+    # One that a message is on its way to is none of them.
     shares: list[tuple[str, tuple[Any, ...]]] = [(overdue, gate)]
-    if names and not unsent:
-        shares = [(_DUE[2].replace("%s", f" AND f.workflow {which} ({_markers(names)})"), names) for which in ("IN", "NOT IN")]
+    if not unsent:
+        names = tuple(name for name in engine.workflows if name not in without)
+        others = f" AND f.workflow NOT IN ({_markers(names)})" if names else ""
+        shares = [(_DUE[2].replace("%s", f"{_UNSENT}{others}"), (now, *names))]
+        if names:
+            shares.append((_DUE[2].replace("%s", f" AND f.workflow IN ({_markers(names)})"), names))
 
     def look(tx: Tx) -> list[tuple[Any, ...]]:
         found = tx.all(waits, (now, *gate, limit)) + tx.all(steps, (now, *gate, limit))
@@ -362,20 +410,26 @@ def send(engine: Engine, sender: Sender, run: DueRun, *, again_after: int) -> bo
     """Send the message that has a worker look at what is due in ``run``; false where somebody else has, not ``again_after`` ms ago.
 
     For a broker that the transaction cannot reach: what came due is ended while that message is at hand, so nothing of it is lost with a
-    worker (DRIVE-2).
+    worker (DRIVE-2). And for a run that the caller cannot end.
 
     Raises MessageNotSentError; then the run is as it was before.
     """
     now = engine.now()
     until = now + again_after
-    # Who else may be here: the loops of other workers with the same listing. One of them moves the moment.
-    # test_of_two_loops_one_sends_for_what_is_due
-    if not engine.store.write(lambda tx: tx.run(_TAKE, (until, run.run_id, now))):
-        return False
     outbox = sender.outbox(None)
     outbox.load([alarms.message(run.run_id, run.workflow, run.queue, priority=run.priority, at=run.due, now=now)])
+
+    def take(tx: Tx) -> bool:
+        # Who else may be here: the loops of other workers with the same listing. One of them moves the moment.
+        # test_of_two_loops_one_sends_for_what_is_due
+        if not tx.run(_TAKE, (until, run.run_id, now)):
+            return False
+        outbox.stage(tx)
+        return True
+
+    if not engine.write(take, outbox):
+        return False
     try:
-        engine.store.write(outbox.stage)
         outbox.delivered()
     except MessageNotSentError:
         engine.store.write(lambda tx: tx.run(_CLEAR, (run.run_id, until)))
@@ -422,7 +476,7 @@ def _set_alarm_once(engine: Engine, run_id: str, sender: Sender, at: int | None)
         return tx.one(run, (run_id,)), next_due(tx, run_id), (tx.one(_LATER, (run_id,)) or (None,))[0]
 
     run, moment, later = engine.store.read(lambda tx: look(tx, _RUN))
-    if run is None or not _is_wanted(run[5], moment, now, at):
+    if run is None or not _is_wanted(run[6], moment, now, at):
         return True
     # One that was on its way before the last one is early enough: a loop of short waits under a long deadline sends that once
     # (test_a_loop_of_short_waits_sends_the_alarm_of_its_deadline_once).
@@ -435,7 +489,7 @@ def _set_alarm_once(engine: Engine, run_id: str, sender: Sender, at: int | None)
         known, *still = look(tx, _LOCK)
         if known is None:
             return True
-        if still != [moment, later] or not _is_wanted(known[5], moment, now, at):
+        if still != [moment, later] or not _is_wanted(known[6], moment, now, at):
             return False
         if carried:
             tx.run(_TAKE_UP, (run_id, later))

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..journal import history
 from . import children, liveness, notify
-from .claim import Claim, Job
+from .claim import SAME_RUN, Claim, Job
 from .rows import Group, Outgoing
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .core import Engine, Outbox, Sender
     from .fence import Outcome as StepOutcome
 
-_OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ?"
+_OWN = "run_id = ? AND sequence = ? AND status = 'running' AND attempts = ? AND delivery = ?"
 _COMPLETE = (
     "UPDATE {compensation_runs} SET status = 'completed', given_up = FALSE, error = NULL, claims = 0, reclaim_stale_at = NULL, "
     f"ended_at = ? WHERE {_OWN}"
@@ -51,25 +51,30 @@ _FAIL = (
 )
 _GIVE_UP = (
     "UPDATE {compensation_runs} SET given_up = TRUE, ended_at = ?, next_try_at = NULL "
-    "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ?"
+    "WHERE run_id = ? AND sequence = ? AND status = 'failed' AND given_up = FALSE AND attempts = ? AND delivery = ?"
 )
 _REFUSE = (
     "UPDATE {compensation_runs} SET status = 'failed', error = ?, given_up = TRUE, ended_at = ? WHERE run_id = ? AND sequence = ? "
-    "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ?"
+    "AND (status = 'pending' OR (status = 'failed' AND given_up = FALSE)) AND attempts = ? "
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = run_id AND {SAME_RUN})"
 )
 # A row that is `running` and given up has been left behind by its level (PAR-3); its late outcome still lands.
 _LEAVE = (
     "UPDATE {compensation_runs} SET given_up = TRUE, error = ? WHERE run_id = ? AND sequence = ? AND status = 'running' "
     "AND given_up = FALSE AND attempts = ? AND reclaim_stale_at IS NULL"
 )
-_STATE = "SELECT status, attempts, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = ?"
+_STATE = "SELECT status, attempts, given_up, delivery FROM {compensation_runs} WHERE run_id = ? AND sequence = ?"
 _COLUMNS = (
     "r.sequence, r.level, r.actor, r.queue, r.priority, r.options, r.status, r.given_up, r.policy, r.attempts, r.tries, r.error, "
     "r.not_before, r.sent_at, r.reclaim_stale_at, r.worker_id"
 )
 _ROWS = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? ORDER BY r.level, r.sequence DESC"
 _ONE = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.sequence = ?"
-_AT_WORK = f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running'"
+# test_a_callback_of_a_pruned_run_ends_no_level_of_its_namesake
+_AT_WORK = (
+    f"SELECT {_COLUMNS} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.level = ? AND r.ended_at IS NULL AND r.status = 'running' "
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = r.run_id AND {SAME_RUN})"
+)
 # The level that is open, whether an earlier one has stopped the rollback, and those rows of it that wait for a worker (NULLs where none
 # does). Each part is answered by an index, so an undo costs the same however long its rollback is (C49).
 # test_an_undo_reads_the_same_however_long_its_rollback_is, test_where_a_rollback_stands_is_what_all_of_its_rows_say
@@ -83,9 +88,7 @@ _OPEN = (
 )
 _OPEN_ALL, _OPEN_UNSENT = _OPEN.replace("%s", ""), _OPEN.replace("%s", " AND r.sent_at IS NULL")
 _POLICY = "SELECT policy FROM {compensation_runs} WHERE run_id = ? AND sequence = ? AND level < ?"
-_RUN_STATE = (
-    "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id FROM {flow_runs} WHERE id = ?"
-)
+_RUN_STATE = "SELECT status, rollback, ends_as, workflow, error, queue, priority, reason, parent_id, created_at FROM {flow_runs} WHERE id = ?"
 _RUN = _RUN_STATE + "{for_update}"
 _END = (
     "UPDATE {flow_runs} SET status = ends_as, rollback = ?, rollback_error = ?, ended_at = ?, revision = revision + 1, "
@@ -111,7 +114,7 @@ _PASS_OVER = "UPDATE {compensation_runs} SET policy = 'continue' WHERE run_id = 
 _SENT = "UPDATE {compensation_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND status = 'pending'"
 _HELD = (
     "SELECT 1 FROM {compensation_runs} c JOIN {action_runs} a ON a.run_id = c.run_id AND a.sequence = c.sequence "
-    "WHERE c.run_id = ? AND c.sequence = ? AND c.status = 'pending' AND c.not_before IS NOT NULL AND a.attempts = ?"
+    "WHERE c.run_id = ? AND c.sequence = ? AND c.status = 'pending' AND c.not_before IS NOT NULL AND a.attempts = ? AND a.delivery = ?"
 )
 _RELEASE_HELD = (
     "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ? AND status = 'pending' "
@@ -138,6 +141,7 @@ class Outcome:
     attempts: int
     error: str | None = None
     exception: BaseException | None = None
+    delivery: str | None = None  # the claim's mark, where it is one's outcome
 
 
 class _Row(NamedTuple):
@@ -182,11 +186,11 @@ class _Row(NamedTuple):
             sent_at=None, reclaim_stale_at=None,
         )  # fmt: skip
 
-    def message(self, run_id: str, now: int) -> Outgoing:
+    def message(self, run_id: str, now: int, *, created_at: int) -> Outgoing:
         delay = None if self.not_before is None else max(0, self.not_before - now)
         return Outgoing(
             "compensation", run_id, self.actor, self.queue, self.sequence, attempts=self.attempts, tries=self.tries,
-            priority=self.priority, options=json.loads(self.options) if self.options else None, delay=delay,
+            priority=self.priority, options=json.loads(self.options) if self.options else None, delay=delay, created_at=created_at,
         )  # fmt: skip
 
 
@@ -207,12 +211,12 @@ class Next:
 
 def completed(claim: Claim) -> Outcome:
     """The undo's body returned."""
-    return Outcome("completed", claim.job, claim.actor, claim.attempts)
+    return Outcome("completed", claim.job, claim.actor, claim.attempts, delivery=claim.delivery)
 
 
 def failed(claim: Claim, error: str) -> Outcome:
     """The undo's body ended in a way that no further try can mend."""
-    return Outcome("failed", claim.job, claim.actor, claim.attempts, error)
+    return Outcome("failed", claim.job, claim.actor, claim.attempts, error, delivery=claim.delivery)
 
 
 def unfinished(job: Job, actor: str, attempts: int) -> Outcome:
@@ -319,14 +323,16 @@ def _send(tx: Tx, run_id: str, following: Next, outbox: Outbox, now: int) -> Non
     outbox.stage(tx)
 
 
-def level_closed(engine: Engine, run_id: str, level: int, sender: Sender, delivery: object | None = None) -> None:
+def level_closed(
+    engine: Engine, run_id: str, level: int, sender: Sender, delivery: object | None = None, *, created_at: int | None = None
+) -> None:
     """A level's callback has come: whatever of it is still ``running`` and can never be reclaimed ends there (PAR-3, COMP-4).
 
     From here a worker that has died and one that is slow look the same, so the outcome of the slow one is still recorded on its own
     row when it comes. Rows that a reclaim will come back for, and rows between two tries, keep their level open.
     test_a_callback_that_meets_a_running_undo_ends_its_level
     """
-    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level))):
+    for found in engine.store.read(lambda tx: tx.all(_AT_WORK, (run_id, level, created_at))):
         row = _Row(*found)
         if row.left_alone(engine):
             job = Job("compensation", run_id, row.sequence, 0, row.attempts, "")
@@ -412,7 +418,7 @@ def _level(run_id: str, run: tuple[Any, ...], waiting: Sequence[_Row], now: int)
     """The level that is open, and those of its rows that are to be sent."""
     if not waiting:
         return Next()
-    messages = [row.message(run_id, now) for row in waiting]
+    messages = [row.message(run_id, now, created_at=run[9]) for row in waiting]
     return Next(side_by_side(messages, waiting[0].level, workflow=run[3], queue=run[5], priority=run[6], now=now))
 
 
@@ -471,7 +477,7 @@ def go_on(
     """End the run where its rollback has come to an end; a run that has ended before keeps its end (COMP-8)."""
     if not following.finished or run is None:
         return []
-    status, _, ends_as, workflow, error, _, _, reason, _ = run
+    status, _, ends_as, workflow, error, _, _, reason, *_ = run
     rollback = "halted" if following.halted else "done"
     undone = ", ".join(str(sequence) for sequence in following.undone) or "nothing"
     finished = history.Line(history.ROLLBACK_FINISHED, name=workflow, detail=f"{rollback}; undone: {undone}")
@@ -490,14 +496,14 @@ def go_on(
 def _write_outcome(tx: Tx, outcome: Outcome, now: int) -> bool:
     key = (outcome.job.run_id, outcome.job.sequence)
     if outcome.kind == "completed":
-        return bool(tx.run(_COMPLETE, (now, *key, outcome.attempts)))
+        return bool(tx.run(_COMPLETE, (now, *key, outcome.attempts, outcome.delivery)))
     if outcome.kind == "failed":
-        return bool(tx.run(_FAIL, (outcome.error, now, *key, outcome.attempts)))
+        return bool(tx.run(_FAIL, (outcome.error, now, *key, outcome.attempts, outcome.delivery)))
     if outcome.kind == "given_up":
-        return bool(tx.run(_GIVE_UP, (now, *key, outcome.attempts)))
+        return bool(tx.run(_GIVE_UP, (now, *key, outcome.attempts, outcome.delivery)))
     if outcome.kind == "unfinished":
         return bool(tx.run(_LEAVE, (outcome.error, *key, outcome.attempts)))
-    return bool(tx.run(_REFUSE, (outcome.error, now, *key, outcome.attempts)))
+    return bool(tx.run(_REFUSE, (outcome.error, now, *key, outcome.attempts, outcome.job.created_at)))
 
 
 def _already(tx: Tx, outcome: Outcome) -> bool:
@@ -505,7 +511,7 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
     if outcome.kind == "unfinished":
         return False
     row = tx.one(_STATE, (outcome.job.run_id, outcome.job.sequence))
-    if row is None or row[1] != outcome.attempts:
+    if row is None or row[1] != outcome.attempts or outcome.delivery not in (None, row[3]):
         return False
     return bool(
         row[0] == ("completed" if outcome.kind == "completed" else "failed") and (outcome.kind == "completed" or row[2])
@@ -526,7 +532,7 @@ def body_reported(engine: Engine, claim: Claim | StepOutcome, sender: Sender) ->
     def operation(tx: Tx) -> bool:
         return bool(tx.run(_RELEASE_HELD, (run_id, sequence)))
 
-    held = engine.store.read(lambda tx: tx.one(_HELD, (run_id, sequence, claim.attempts)))
+    held = engine.store.read(lambda tx: tx.one(_HELD, (run_id, sequence, claim.attempts, claim.delivery)))
     if held and engine.store.write(operation):
         resend(engine, run_id, sequence, sender)
 

@@ -415,7 +415,7 @@ def _refuse(engine: Engine, sender: Sender, report: RepairReport, row: Row) -> N
         f"no worker knows actor {row.actor!r}: its message was sent {row.repair_attempts + 1} times to queue {row.queue!r}; "
         "deploy the module that declares it, then start the run again"
     )
-    job = Job(row.kind, row.run_id, row.sequence, row.cycle, row.attempts, "")
+    job = Job(row.kind, row.run_id, row.sequence, row.cycle, row.attempts, "", row.created_at)
     text = describe_error(error)
     if row.kind == STEP:
         outcome = fence.Outcome("refused", job, row.actor, run[0], run[1], row.attempts, error=text, exception=error)

@@ -55,6 +55,7 @@ _LEVELS = (
     "GROUP BY level ORDER BY level"
 )
 _UNENDED = f"SELECT {UNDONE_AT} FROM {{flow_runs}} r WHERE r.id = ? AND {UNENDED}"
+_BODY = f"SELECT worker_id, {liveness.seen_sql('worker_id')} FROM {{action_runs}} WHERE run_id = ? AND sequence = ?"
 _FAILED_UNDOS = (
     "SELECT sequence, actor, level, error FROM {compensation_runs} WHERE run_id = ? AND status = 'failed' AND given_up = TRUE "
     "ORDER BY level, sequence DESC LIMIT ?"
@@ -474,13 +475,22 @@ class _Asking:
         if not_before is not None and not_before > self.now:
             return Reason(
                 f"{what}_not_before", "the step that it undoes may still be at work (COMP-9); not before", not_before,
-                acts=(*self._comes(posts), self._doctor("R1", not_before, repairs, repair_after)), **known,
+                acts=(*self._held(sequence), *self._comes(posts), self._doctor("R1", not_before, repairs, repair_after)), **known,
             )  # fmt: skip
         doctor = self._doctor("R1", max(since, not_before or 0), repairs, repair_after)
         return Reason(
             f"{what}_pending", f"no worker has taken it{_LOST if lost else ''}{unknown}, since", since, lost=lost,
             acts=(*self._comes(posts), doctor), advice=self._deliver(posts, queue, lost=lost), **known,
         )  # fmt: skip
+
+    def _held(self, sequence: int) -> tuple[Act, ...]:
+        """What an undo waits for besides its moment: a worker that is heard from moves that on."""
+        body = self.tx.one(_BODY, (self.id, sequence))
+        lease = None if body is None else liveness.lease_behind(self.settings, *body)
+        if body is None or lease is None:
+            return ()
+        worker = liveness.name_of(body[0])
+        return (Act("lease", f"worker {worker} is at that step: heard from, it may move the moment on; last", lease.seen_at),)
 
     def _running(
         self, what: str, queue: str, known: dict[str, Any], attempts: int, tries: int, started_at: int, reclaim_at: int | None,

@@ -51,6 +51,12 @@ _CLAIMS = tuple(
     f"SELECT 1 FROM {{{table}}} r WHERE r.{LIVE} AND r.status = 'running' AND r.worker_id = ? LIMIT 1"
     for table in ("action_runs", "compensation_runs")
 )
+# COMP-9: a body that a rollback has fenced, and that has not reported.
+_FENCED = (
+    "SELECT 1 FROM {compensation_runs} r JOIN {action_runs} a ON a.run_id = r.run_id AND a.sequence = r.sequence "
+    f"WHERE r.{LIVE} AND r.status = 'pending' AND r.not_before IS NOT NULL AND a.status IN ('cancelled', 'expired') "
+    "AND a.worker_id = ? LIMIT 1"
+)
 _LEAVE = "DELETE FROM {workers} WHERE id = ?"
 _FORGET = "DELETE FROM {workers} WHERE seen_at <= ?"
 
@@ -125,7 +131,7 @@ class Heartbeat(Background):
         def operation(tx: Tx) -> bool:
             # Who else may be here: a body that has outlived the worker's patience with it, and may still report. Without the row it
             # would be taken over at once. test_a_row_that_a_claim_rests_on_is_left_to_its_lease
-            if any(tx.one(sql, (mine,)) for sql in _CLAIMS):
+            if any(tx.one(sql, (mine,)) for sql in (*_CLAIMS, _FENCED)):
                 return False
             return bool(tx.run(_LEAVE, (mine,)))
 

@@ -3,9 +3,9 @@
 What is overdue (EXPIRE-1) is ended by the verbs of ``engine/timers.py``, which alarms and workers use as well: this is the net under
 them, for what a lost message or a long downtime has left.
 
-A held run is taken by moving its window: one conditional ``UPDATE`` that repeats what was seen, so of two sweeps one drives it,
-and a run whose drive kills the process does not stand in front of the others. The window doubles with every failure
-(``monitor.expiration.backoff``), without an end. Nothing here fails a run.
+A run is taken by moving its window: one conditional ``UPDATE`` that repeats what was seen, so of two sweeps one drives it, and a run
+whose drive kills the process does not stand in front of the others. The window doubles with every failure
+(``monitor.expiration.backoff``), without an end. A drive that does not come back is left behind (``patience.py``). Nothing here fails a run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import structlog
 from ..engine import drive as drives
 from ..engine import runs, timers
 from ..engine.rows import Outgoing
+from ..engine.signals import SIGNALABLE
 from ..engine.snapshot import load
 from ..errors import MessageNotSentError, StoreError
 from ..store.models import LIVE
+from .patience import PATIENCE, Patience, WorkflowStalledError, stalled
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -40,12 +42,16 @@ _TAKE = (
 )
 
 
+#: For an overdue run that only another process can end, a message is sent again after so many milliseconds.
+SEND_AGAIN_MS = 60_000
+
+
 @dataclass(slots=True)
 class MonitorReport:
     """What one pass of the monitor did.
 
-    ``expiry_failed``: overdue runs whose rollback could not be planned (EXPIRE-2). ``late_ms``: for how long what it ended had been due,
-    at most; milliseconds.
+    ``expiry_failed``: overdue runs whose rollback could not be planned, or not in time (EXPIRE-2). ``late_ms``: for how long what it ended
+    had been due, at most; milliseconds.
     """
 
     timed_out: int = 0
@@ -79,20 +85,22 @@ class HeldRun:
     hold_until: int
 
 
-def monitor(engine: Engine, sender: Sender) -> MonitorReport:
+def monitor(engine: Engine, sender: Sender, *, patience: float | None = PATIENCE) -> MonitorReport:
     """One pass: what is overdue, then every held run whose window is over; the longest due first, at most
     ``monitor.expiration.batch_size`` of each kind.
 
-    A run of a workflow that this process knows is driven here, another one by a message. Raises StoreError where the store
-    refuses; whatever else goes wrong with a run is counted, and the next one follows.
+    A run of a workflow that this process knows is driven here, another one by a message. For the drive of one run ``patience`` seconds are
+    waited; ``None``: all are driven in the calling thread, however long they take. Raises StoreError where the store refuses; whatever
+    else goes wrong with a run is counted, and the next one follows.
     """
     report = MonitorReport()
-    for due in timers.find_due(engine):
-        with _counting(engine, report, "overdue_run_failed", due):
-            _fire(engine, sender, report, due)
-    for run in find_held(engine):
-        with _counting(engine, report, "held_run_failed", run):
-            _drive(engine, sender, report, run=run)
+    with Patience(engine, None if engine.store.joined() else patience) as patient:
+        for due in timers.find_due(engine, without=stalled(engine)):
+            with _counting(engine, report, "overdue_run_failed", due):
+                _fire(engine, sender, report, patient, due)
+        for run in find_held(engine):
+            with _counting(engine, report, "held_run_failed", run):
+                _drive(engine, sender, report, patient, run=run)
     return report
 
 
@@ -111,9 +119,16 @@ def _counting(engine: Engine, report: MonitorReport, what: str, run: HeldRun | t
         log.error(what, run_id=run.run_id, workflow=run.workflow, exc_info=error)
 
 
-def _fire(engine: Engine, sender: Sender, report: MonitorReport, due: timers.DueRun) -> None:
+def _fire(engine: Engine, sender: Sender, report: MonitorReport, patient: Patience, due: timers.DueRun) -> None:
     """End what is due in a run. With a broker that the transaction cannot reach it is driven here: no message can be lost then."""
-    fired = timers.fire(engine, due.run_id, sender, here=not sender.joins)
+    here, calls = not sender.joins, due.workflow not in stalled(engine)
+    try:
+        fired = patient.call(
+            due.workflow, lambda: timers.fire(engine, due.run_id, sender, here=here, sweeping=True, calls=calls)
+        )
+    except WorkflowStalledError as error:
+        _stalled(engine, sender, report, due.run_id, error)
+        return
     report.timed_out += fired.waits
     report.expired_steps += fired.steps
     report.expired_runs += fired.runs
@@ -121,13 +136,23 @@ def _fire(engine: Engine, sender: Sender, report: MonitorReport, due: timers.Due
     if fired.waits or fired.steps or fired.runs:
         report.late_ms = max(report.late_ms, engine.now() - due.due)
     if fired.left:  # its rollback has to be planned where its workflow is known
-        outbox = sender.outbox(None)
-        outbox.load([Outgoing("timer", due.run_id, due.workflow, due.queue, priority=due.priority, at=due.due)])
-        engine.store.write(outbox.stage)
-        outbox.delivered()
-        report.sent += 1
+        if timers.send(engine, sender, due, again_after=SEND_AGAIN_MS):
+            report.sent += 1
+        else:
+            report.skipped += 1
     elif not fired.any:
         report.skipped += 1
+
+
+def _stalled(engine: Engine, sender: Sender, report: MonitorReport, run_id: str, error: WorkflowStalledError) -> None:
+    """Hold a run off whose drive has not come back, as one whose drive has failed: that it may still come back changes nothing."""
+    snapshot = load(engine, run_id)
+    if snapshot is None or snapshot.status not in SIGNALABLE:
+        report.skipped += 1
+    elif snapshot.is_overdue(engine.now()):
+        report.expiry_failed += timers.expiry_failed(engine, run_id, error)
+    elif snapshot.wakes > snapshot.wakes_seen:  # otherwise it has come back at the last moment
+        report.held_again += runs.hold(engine, snapshot, error, sender, None)
 
 
 def find_held(engine: Engine) -> list[HeldRun]:
@@ -136,11 +161,11 @@ def find_held(engine: Engine) -> list[HeldRun]:
     return engine.store.read(lambda tx: [HeldRun(*row) for row in tx.all(_DUE, params)])
 
 
-def _drive(engine: Engine, sender: Sender, report: MonitorReport, *, run: HeldRun) -> None:
+def _drive(engine: Engine, sender: Sender, report: MonitorReport, patient: Patience, *, run: HeldRun) -> None:
     backoff = engine.settings.monitor.expiration.backoff
     window = min(backoff.base_seconds * 2 ** min(run.hold_count, 30), backoff.max_seconds)
     until = engine.now() + int(window * 1000)
-    here = engine.drives(run.workflow, run.queue)
+    here = engine.drives(run.workflow, run.queue) and run.workflow not in stalled(engine)
     outbox = sender.outbox(None)
     outbox.load([] if here else [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority)])
 
@@ -158,7 +183,13 @@ def _drive(engine: Engine, sender: Sender, report: MonitorReport, *, run: HeldRu
     outbox.delivered()
     if not here:
         report.sent += 1
-    elif _drive_here(engine, sender, run) is drives.Driven.HELD:
+        return
+    try:
+        driven = patient.call(run.workflow, lambda: _drive_here(engine, sender, run))
+    except WorkflowStalledError as error:
+        _stalled(engine, sender, report, run.run_id, error)
+        return
+    if driven is drives.Driven.HELD:
         report.held_again += 1
     else:
         report.resumed += 1

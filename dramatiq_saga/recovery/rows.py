@@ -64,7 +64,7 @@ UNDONE_AT = "(SELECT MAX(c.ended_at) FROM {compensation_runs} c WHERE c.run_id =
 
 _COLUMNS = (
     "r.run_id, r.sequence, r.actor, r.queue, r.priority, r.options, %s, r.attempts, r.tries, r.status, r.repair_attempts, "
-    "r.reclaim_stale_at, %s"
+    "r.reclaim_stale_at, %s, (SELECT f.created_at FROM {flow_runs} f WHERE f.id = r.run_id)"
 )
 COLUMNS = {STEP: _COLUMNS % ("r.cycle", "NULL"), COMPENSATION: _COLUMNS % ("0", "r.not_before")}
 
@@ -102,12 +102,14 @@ class Row:
     repair_attempts: int
     reclaim_stale_at: int | None
     not_before: int | None
+    created_at: int  # of its run
 
     def message(self) -> Outgoing:
         """A fresh message for the row, with everything it has spent so far."""
         return Outgoing(
             self.kind, self.run_id, self.actor, self.queue, self.sequence, self.cycle, self.attempts, self.tries,
             priority=self.priority, options=json.loads(self.options) if self.options else None,
+            created_at=self.created_at,
         )  # fmt: skip
 
     def line(self, reason: str) -> history.Line:

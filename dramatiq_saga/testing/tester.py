@@ -244,7 +244,7 @@ class SagaTester(Watcher):
             if enough is not None and enough():
                 return True
             for takeover in self._opened():
-                monitor(takeover.engine, takeover.sender)
+                monitor(takeover.engine, takeover.sender, patience=None)
                 self._raise_held()
             letter = self._post.take()
             if letter is None:

@@ -44,7 +44,8 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
-        "the fence without the claim's token", fence, "_COMPLETE", "AND attempts = ?", "AND ? > 0", "one step",
+        "the fence without the claim's token", fence, "_COMPLETE", "AND attempts = ? AND delivery = ?", "AND ? > 0 AND ? <> ''",
+        "one step",
         "step 1 was running by claim 2, and claim 1 of step 1 has made it completed",
     ),
     Mutation(
@@ -74,12 +75,14 @@ MUTATIONS = [
         "deadline and undo", "the run's wakes went from 3 to 2",
     ),
     Mutation(
-        "the fence of an undo without the claim's token", undoing, "_COMPLETE", "AND attempts = ?", "AND ? > 0", "halted rollback",
+        "the fence of an undo without the claim's token", undoing, "_COMPLETE", "AND attempts = ? AND delivery = ?",
+        "AND ? > 0 AND ? <> ''", "halted rollback",
         "undo 2 was running by claim 2, and claim 1 of compensation 2 has made it completed",
         (("doubled", 1), ("later", 1)),
     ),
     Mutation(
-        "an undo that any claim of its step lets go", undoing, "_HELD", "AND a.attempts = ?", "AND ? > 0", "undone as unknown",
+        "an undo that any claim of its step lets go", undoing, "_HELD", "AND a.attempts = ? AND a.delivery = ?",
+        "AND ? > 0 AND ? <> ''", "undone as unknown",
         "the undo of step 1 begins while its body is at work",
         (("doubled", 1), ("later", 1), ("compensate", 1)),
     ),

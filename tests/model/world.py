@@ -190,7 +190,7 @@ class World:
 
     def monitor(self) -> None:
         with _a_refusal_is_an_answer():
-            assert not monitor(self.engine, self.sender).errors
+            assert not monitor(self.engine, self.sender, patience=None).errors
 
     def doctor(self) -> None:
         with _a_refusal_is_an_answer():

@@ -13,6 +13,7 @@ from dramatiq_saga.engine import signals
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import HistoryMismatchError
+from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench
@@ -154,6 +155,24 @@ def test_an_outcome_that_is_not_the_last_sends_nothing_and_drives_nothing(bench:
     worker.run()
     assert worker.status(run) == "completed"
     assert fan.ran == [2, 1, 3, "after"]
+
+
+def test_a_callback_of_a_pruned_run_says_nothing_of_a_block_of_its_namesake(
+    bench: MakeBench, fan: Fan, clock: ManualClock
+) -> None:
+    """PAR-2, PRUNE-1: it would be early there, and leave a line in the journal of a block in which all went well."""
+    worker = bench()
+    run, members = begin(worker)
+    late = worker.callback(members[0])
+    worker.cancel(run)
+    clock.advance(1)
+    assert prune(worker.store, before=clock.now()).pruned == 1
+    worker.start("fan", run_id=run)
+    worker.deliver(worker.take())
+    worker.deliver(late)
+    worker.run()
+    assert worker.status(run) == "completed"
+    assert worker.codes() == []
 
 
 def test_a_decision_in_the_making_loses_to_an_outcome_that_drives_nothing(bench: MakeBench, fan: Fan) -> None:

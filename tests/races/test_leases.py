@@ -26,7 +26,7 @@ from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import LONG_RUNNING_MS, never_reclaimed
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
-from tests.races.test_interleavings import Doorstep, at_first_step
+from tests.races.test_interleavings import Doorstep, at_first_step, blocked
 from tests.support.bench import Background, Bench
 from tests.support.stores import all_waiting
 from tests.support.waiting import eventually
@@ -666,3 +666,213 @@ def test_a_callback_ends_an_undo_that_no_lease_stands_behind(bench: MakeBench, s
     (level,) = worker.one("SELECT level FROM {compensation_runs} WHERE run_id = ?", run) or ()
     undoing.level_closed(worker.engine, run, level, worker.sender)
     assert worker.one("SELECT rollback FROM {flow_runs} WHERE id = ?", run) == ("halted",)
+
+
+# --- the undo of a step that was at work (COMP-9) ----------------------------------------------------------------------
+
+
+def fenced(worker: Bench, *, window: int | None = None) -> tuple[str, Any]:
+    """A run whose first step says nothing of how long it may take, or only its ``window``: its id, and the step's message."""
+    run, message = at_first_step(worker, "careful")
+    worker.store.write(
+        lambda tx: tx.run("UPDATE {action_runs} SET reclaim_stale_after_seconds = ? WHERE run_id = ?", (window, run))
+    )
+    worker.broker.actors["charge"].options["time_limit"] = float("inf")
+    return run, message
+
+
+@every_database
+def test_an_undo_waits_for_as_long_as_the_worker_of_its_step_is_heard_from(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """COMP-9, RECLAIM-5: no refund before the charge, however long that takes; its report lets the undo go at once."""
+    worker, heart = alive(bench)
+    operator, other = alive(bench)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    assert operator.compensate(run)
+    refund = operator.message(operator.take())
+    for _ in range(30):
+        clock.advance(40)
+        heart.beat()
+        other.beat()
+        lost = claim(operator, refund)
+        assert isinstance(lost, Lost)
+        assert (lost.status, lost.attempts) == ("pending", 0)
+        assert clock.now() < (lost.retry_at or 0) <= clock.now() + 60_000
+    body.succeed("charged")
+    working.result()
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+    assert operator.undo(run) == ("completed", 1)
+    assert operator.status(run) == "cancelled"
+    assert operator.events(run).count("compensation.step_started") == 1
+
+
+@every_database
+@pytest.mark.parametrize("window", [None, 900])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_undo_goes_once_the_worker_of_its_step_is_dead(
+    bench: MakeBench, shop: Shop, clock: ManualClock, when: str, window: int | None
+) -> None:
+    """COMP-9, RECLAIM-5: when its lease is over, before the rollback is planned or after that; the longer window is not waited for."""
+    worker, heart = alive(bench)
+    operator, other = alive(bench)
+    run, message = fenced(worker, window=window)
+    assert isinstance(claim(worker, message), Claim)
+    if when == "before":
+        clock.advance(60)
+        other._judges = 0
+        other.beat()
+        other._judges = 0
+        assert operator.compensate(run)
+        operator.run()
+    else:
+        assert operator.compensate(run)
+        refund = operator.message(operator.take())
+        clock.advance(50)
+        heart.beat()  # its last
+        other.beat()
+        clock.advance(10)
+        lost = claim(operator, refund)
+        assert isinstance(lost, Lost)
+        assert lost.retry_at == clock.now() + 50_000
+        clock.advance(49.999)
+        other.beat()
+        other._judges = 0
+        assert isinstance(claim(operator, refund), Lost)
+        clock.advance(0.001)
+        operator.deliver(refund)
+    assert shop.order() == ["refund"]
+    assert operator.status(run) == "cancelled"
+
+
+def test_an_undo_does_not_wait_longer_than_the_window_of_its_step(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """COMP-9, RECLAIM-5: a claim that has gone stale holds nobody, be its worker heard from or not."""
+    worker, heart = alive(bench)
+    run, message = fenced(worker, window=90)
+    assert isinstance(claim(worker, message), Claim)
+    assert worker.compensate(run)
+    refund = worker.message(worker.take())
+    for seconds in (60, 29.999):
+        clock.advance(seconds)
+        heart.beat()
+        heart._judges = 0
+        lost = claim(worker, refund)
+        assert isinstance(lost, Lost)
+        assert lost.retry_at == clock.now() + (30_000 if seconds == 60 else 1)
+    clock.advance(0.001)
+    worker.deliver(refund)
+    assert shop.order() == ["refund"]
+
+
+@pytest.mark.parametrize("leases", ["off", "turned off"])
+def test_without_a_lease_an_undo_waits_ten_minutes_for_a_body_that_says_nothing(
+    bench: MakeBench, shop: Shop, clock: ManualClock, leases: str
+) -> None:
+    """COMP-9: from when its rollback was planned; that is also what holds where leases were on then."""
+    worker = bench() if leases == "off" else alive(bench)[0]
+    run, message = fenced(worker)
+    assert isinstance(claim(worker, message), Claim)
+    assert worker.compensate(run)
+    refund, later = worker.message(worker.take()), bench()
+    ends = clock.now() + 600_000
+    for seconds in (60, 539.999):
+        clock.advance(seconds)
+        lost = claim(later, refund)
+        assert isinstance(lost, Lost)
+        assert lost.retry_at == ends
+    clock.advance(0.001)
+    later.deliver(refund)
+    assert shop.order() == ["refund"]
+
+
+@every_database
+@pytest.mark.parametrize("first", ["the claim", "the report"])
+def test_a_body_that_reports_while_its_undo_is_held_back_lets_it_go(
+    bench: MakeBench, shop: Shop, clock: ManualClock, first: str
+) -> None:
+    """COMP-9: both have found the undo waiting, the one for the worker, the other for the body; whichever writes first, it goes once."""
+    worker, heart = alive(bench)
+    operator, other = alive(bench)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    assert operator.compensate(run)
+    refund = operator.message(operator.take())
+    clock.advance(59)
+    heart.beat()
+    other.beat()
+    clock.advance(1)
+    stop = worker.stop("body reported") if first == "the claim" else operator.stop("claim")
+    early = None if first == "the claim" else Background(lambda: operator.deliver(refund))
+    if early is not None:
+        stop.wait_reached()
+    body.succeed("charged")
+    if early is None:
+        stop.wait_reached()
+        operator.deliver(refund)
+        assert operator.undo(run) == ("pending", 0)
+        stop.go()
+        working.result()
+    else:
+        working.result()
+        stop.go()
+        early.result()
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+    assert operator.undo(run) == ("completed", 1)
+    assert operator.status(run) == "cancelled"
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"], indirect=True)
+def test_a_report_waits_for_a_claim_that_is_taken_back(
+    bench: MakeBench, shop: Shop, clock: ManualClock, table_prefix: str
+) -> None:
+    """COMP-9, DRIVE-7: nobody sees the undo running in between; the report finds it waiting, and lets it go."""
+    worker, heart = alive(bench)
+    operator, other = alive(bench)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    assert operator.compensate(run)
+    refund = operator.message(operator.take())
+    clock.advance(59)
+    heart.beat()
+    other.beat()
+    clock.advance(1)
+    release = worker.stop("body reported")
+    stop = operator.stop("claim", where="inside", statement="SELECT a.worker_id")
+    body.succeed("charged")
+    release.wait_reached()
+    early = Background(lambda: operator.deliver(refund))
+    stop.wait_reached()
+    assert worker.undo(run) == ("pending", 0)
+    release.go()
+    eventually(lambda: blocked(table_prefix) == 1)
+    stop.go()
+    early.result()
+    working.result()
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+    assert operator.undo(run) == ("completed", 1)
+    assert operator.status(run) == "cancelled"
+
+
+def test_a_worker_that_stops_with_a_fenced_body_leaves_its_row(bench: MakeBench, shop: Shop) -> None:
+    """COMP-9, RECLAIM-5: the body may still report; with the row gone its undo would begin at once."""
+    worker, heart = alive(bench)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    assert worker.compensate(run)
+    assert not heart.leave()
+    assert workers(worker) == [heart.id]
+    body.succeed("charged")
+    working.result()
+    assert heart.leave()

@@ -21,6 +21,7 @@ from dramatiq_saga.errors import ConcurrentTransitionError, FlowNotFoundError
 from dramatiq_saga.recovery.doctor import repair
 from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.recovery.kick import kick
+from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench
 from tests.races.test_interleavings import blocked
@@ -97,9 +98,9 @@ def refuse() -> None:
     raise ValueError("they do not answer")
 
 
-def booked(worker: Bench, *, group: tuple[int, ...] = (2, 3)) -> str:
+def booked(worker: Bench, *, group: tuple[int, ...] = (2, 3), run_id: str | None = None) -> str:
     """A run with four bookings done and the fifth to come; ``group`` is undone side by side."""
-    run = worker.start("trip")
+    run = worker.start("trip", run_id=run_id)
     for _ in range(5):
         worker.deliver(worker.take())
     worker.sender.queue.clear()  # the fifth is to be cancelled
@@ -477,6 +478,32 @@ def test_the_undos_of_a_level_go_out_as_a_group_whose_callback_is_a_second_trigg
     worker.deliver(callback)
     assert ended(worker, run) == ("cancelled", "done")
     assert trip.undone == [4, 3, 2, 1]
+
+
+@every_database
+def test_a_callback_of_a_pruned_run_ends_no_level_of_its_namesake(bench: MakeBench, trip: Trip, clock: ManualClock) -> None:
+    """PAR-3, PRUNE-1: what is running there is at work for another run of the same id."""
+    worker = bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    worker.deliver(worker.take())
+    late = worker.callback(worker.messages[0])
+    worker.run()
+    clock.advance(1)
+    assert prune(worker.store, before=clock.now()).pruned == 1
+    assert booked(worker, run_id=run) == run
+    assert worker.compensate(run)
+    worker.deliver(worker.take())
+    trip.undoing[3] = door = Door()
+    at_work = Background(lambda: worker.deliver(worker.take()))
+    door.wait()
+    worker.deliver(late)
+    row = worker.one("SELECT status, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = 3", run)
+    assert row == ("running", False)
+    door.open()
+    at_work.result()
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
 
 
 def test_a_callback_sends_what_a_crash_has_left_unsent(bench: MakeBench, trip: Trip) -> None:

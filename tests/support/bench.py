@@ -25,7 +25,7 @@ from dramatiq_saga.clock import Clock, uuid7
 from dramatiq_saga.codec import encode, encode_call
 from dramatiq_saga.coroutines import body_of
 from dramatiq_saga.engine import drive as drives
-from dramatiq_saga.engine import runs, signals, timers, undoing
+from dramatiq_saga.engine import runs, signals, timers
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import WriteRefusedError, WriteUnknownError
 from dramatiq_saga.journal.anomalies import AnomalyLog
@@ -61,6 +61,7 @@ WRITES = {
     "timers": "_end.<locals>.operation",
     "beat": "Heartbeat.beat.<locals>.operation",
     "put back": "Runner._send_back.<locals>.operation",
+    "body reported": "body_reported.<locals>.operation",
     "alarm": "_set_alarm_once.<locals>.operation",
 }
 
@@ -99,6 +100,8 @@ class HandOutbox:
         self._messages: list[Outgoing] = []
 
     def load(self, messages: list[Outgoing]) -> None:
+        unmarked = [one for one in messages if one.kind in ("step", "compensation") and one.created_at is None]
+        assert not unmarked, "messages that do not say which run they are of (CLAIM-1)"
         self._messages = messages
 
     def stage(self, tx: Any) -> None:
@@ -288,7 +291,7 @@ class Bench:
             return timers.fire(self.engine, delivery.run_id, self.sender, delivery=what, at=delivery.at)
         if delivery.job is None:
             if delivery.level is not None:
-                return undoing.level_closed(self.engine, delivery.run_id, delivery.level, self.sender, what)
+                return self.runner._level_closed(delivery, delivery.level)
             if delivery.group is not None and not self.runner._called_back(delivery):
                 return None
             return drives.drive(self.engine, delivery.run_id, self.sender)

@@ -577,6 +577,20 @@ def test_an_undo_that_has_to_wait_for_the_charge_says_until_when(joined: Workben
     assert acts(reason)["R1"] == (later + 60 * SECOND, True)
 
 
+def test_an_undo_that_waits_for_a_leased_step_names_the_worker(make_bench: MakeBench) -> None:
+    """COMP-9, RECLAIM-5: for as long as that is heard from, the moment may move on."""
+    bench = make_bench(settings=leases())
+    run, began = rolling_back(bench), bench.clock.now()
+    claimed_under_a_heartbeat(bench)
+    bench.write("UPDATE {compensation_runs} SET not_before = ? WHERE run_id = ? AND sequence = 2", began + 60 * SECOND, run.id)
+    bench.write("UPDATE {action_runs} SET worker_id = 'host-7' WHERE run_id = ? AND sequence = 2", run.id)
+    assert "lease" not in acts(deciding(bench, run))
+    bench.write("UPDATE {action_runs} SET worker_id = 'beat:host-7-1f' WHERE run_id = ? AND sequence = 2", run.id)
+    reason = deciding(bench, run)
+    assert (reason.kind, acts(reason)["lease"]) == ("undo_not_before", (began, True))
+    assert "worker host-7-1f is at that step" in text(bench, run)
+
+
 def test_a_running_undo_without_a_deadline_needs_a_human_after_an_hour(joined: Workbench) -> None:
     """RECLAIM-4."""
     run = rolling_back(joined)

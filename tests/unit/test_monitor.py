@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dramatiq_saga import Flow, FlowHandle, Settings
-from dramatiq_saga.recovery.monitor import MonitorReport, find_held, monitor
-from dramatiq_saga.recovery.monitor import _drive as act
+from dramatiq_saga.recovery.monitor import MonitorReport, _drive, find_held, monitor
+from dramatiq_saga.recovery.patience import Patience
 from tests.support.workbench import MakeBench, Workbench
 
 
@@ -36,6 +36,10 @@ def held(bench: Workbench) -> FlowHandle[Any]:
 
 def look(bench: Workbench) -> MonitorReport:
     return monitor(bench.engine, bench.sender)
+
+
+def act(bench: Workbench, report: MonitorReport, *, run: Any) -> None:
+    _drive(bench.engine, bench.sender, report, Patience(bench.engine, None), run=run)
 
 
 def test_a_held_run_is_driven_when_its_window_is_over_and_not_before(bench: Workbench) -> None:
@@ -82,7 +86,7 @@ def test_of_two_sweeps_one_drives_a_held_run(bench: Workbench) -> None:
     reports = (MonitorReport(), MonitorReport())
     for report, found in zip(reports, (first, second), strict=True):
         for one in found:
-            act(bench.engine, bench.sender, report, run=one)
+            act(bench, report, run=one)
     assert (reports[0].held_again, reports[1].skipped, reports[1].driven) == (1, 1, 0)
     assert bench.run_row(run, "hold_count") == (2,)
 
@@ -111,7 +115,7 @@ def test_of_two_sweeps_one_sends_the_message_of_a_held_run(bench: Workbench) -> 
     first, second = find_held(bench.engine), find_held(bench.engine)
     report = MonitorReport()
     for one in (*first, *second):
-        act(bench.engine, bench.sender, report, run=one)
+        act(bench, report, run=one)
     assert (report.sent, report.skipped) == (1, 1)
     assert bench.asked() == [("drive", None)]
 
@@ -153,7 +157,7 @@ def test_a_run_that_has_ended_meanwhile_is_left_alone(bench: Workbench) -> None:
     (found,) = find_held(bench.engine)
     run.cancel()
     report = MonitorReport()
-    act(bench.engine, bench.sender, report, run=found)
+    act(bench, report, run=found)
     assert (report.skipped, run.status) == (1, "cancelled")
 
 

@@ -24,7 +24,7 @@ ROWS = st.lists(
     st.tuples(st.booleans(), st.sampled_from(STATES), st.sampled_from(["stop", "stop", "continue"])), min_size=1, max_size=7
 )
 OUTCOMES = st.none() | st.tuples(st.integers(0, 6), st.sampled_from(["completed", "failed", "unfinished"]))
-RUN = ("rolling_back", "running", "failed", "w", None, "q", None, None, None)
+RUN = ("rolling_back", "running", "failed", "w", None, "q", None, None, None, 1)
 
 
 @pytest.fixture

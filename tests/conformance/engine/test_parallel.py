@@ -6,10 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+from dramatiq import Message
 from dramatiq.middleware import TimeLimitExceeded
 from dramatiq.middleware.threading import raise_thread_exception
 
 from dramatiq_saga import Flow, Settings, StepFailedError
+from dramatiq_saga.engine.rows import Group, Outgoing
+from dramatiq_saga.middleware import build_message
 from tests.support import store_faults as f
 from tests.support.application import Application, Applications
 from tests.support.store_faults import Faults
@@ -113,6 +116,23 @@ def test_the_callback_of_a_block_is_sent_once_and_finds_nothing_to_do(app: Appli
     assert run.id in barriers[0]
     assert run.status == "completed"
     assert app.types(run).count("flow.completed") == 1
+
+
+def test_the_callback_of_a_run_that_was_pruned_is_used_up(app: Application) -> None:
+    """PAR-2, PRUNE-1: it has nothing to say, and is delivered once."""
+    member = app.step("member")
+
+    @app.workflow
+    def fan(flow: Flow) -> None:
+        flow.run(member)
+
+    group = Group("a-group", 2, 1, 2, 3, fan.name, app.queue, None)
+    (callback,) = build_message(app.broker, Outgoing("step", "a-run", "member", app.queue, 2, group=group)).options[
+        "group_completion_callbacks"
+    ]
+    app.broker.enqueue(Message(**callback))
+    app.start()
+    eventually(lambda: app.messages() == 0)
 
 
 def test_the_first_failure_cancels_what_is_not_running_and_what_runs_finishes(app: Application) -> None:

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit
@@ -278,7 +278,12 @@ class Runner:
         if delivery.failure is not None:
             raise delivery.failure
         body = delivery.body
-        return body.returned[0] if body is not None and body.returned and self._wanted_by_dramatiq(delivery) else None
+        if body is None or not body.returned:
+            # Put back, refused, ended without a value: Dramatiq would store None (NATIVE-5).
+            # test_a_step_that_is_given_back_stores_no_result_before_it_has_one
+            delivery.message.options["store_results"] = False
+            return None
+        return body.returned[0] if self._wanted_by_dramatiq(delivery) else None
 
     def resume(self, delivery: Delivery, interrupt: Interrupt) -> None:
         """Finish what an interrupt has cut short between two shields: a body that has run is recorded, another is given back."""
@@ -304,7 +309,6 @@ class Runner:
                 return
             if delivery.suspect and not self.suspects.enter(delivery):
                 self.put_back(delivery, AGAIN_MS)
-                delivery.message.options["store_results"] = False  # NATIVE-5
                 return
             if self._is_held_elsewhere(delivery):
                 return
@@ -330,7 +334,6 @@ class Runner:
             facts = delivery.message.options[OPTION]
             delivery.message.options[OPTION] = {**facts, "attempts": claim.attempts, "suspect": True}
             self._release(delivery, claim, delay=AGAIN_MS)
-            delivery.message.options["store_results"] = False  # NATIVE-5
             return
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
@@ -551,15 +554,13 @@ class Runner:
 
     def _release(self, delivery: Delivery, claim: Claim, *, delay: int = 0) -> None:
         """Give the claim back by its token and the message with it, due after ``delay`` ms: no try spent (NATIVE-4, FENCE-5)."""
-
-        broker: Any = self.broker
-        message: Any = delivery.message
-        job = claim.job
+        message, broker = cast("Any", delivery.message), cast("Any", self.broker)
 
         def part() -> None:
             now = self.engine.now()
             # The message that goes back tells of the row as it is now, so that it may still be refused for its age (NATIVE-3).
-            again = broker.prepare(message, delay=delay or None) if self.sender.joins and not message.settled else None
+            joins = self.sender.joins and not message.settled
+            again = broker.prepare(_as_asked_for(delivery), delay=delay or None) if joins else None
 
             def operation(tx: Tx) -> bool:
                 landed = give_back(tx, self.engine, claim, now=now)
@@ -567,16 +568,13 @@ class Runner:
                     broker.stage(tx, again, message.reservation)
                 return landed
 
-            if not self.engine.store.write(operation) and job.kind == "step":
+            if not self.engine.store.write(operation) and claim.job.kind == "step":
                 undoing.body_reported(self.engine, claim, self.sender)
             if again is not None:
                 broker.announce([again])
-            self._put_back_after(delivery, delay)
+            self._went_back(delivery, delay)
 
-        self._disarm()
-        self.persist(part)
-        _count_not(delivery)
-        delivery.state = "done"
+        self._end_without_outcome(delivery, part)
 
     def _lost(self, delivery: Delivery, lost: Lost) -> None:
         """Nothing runs. Journal it, put the message back where the row may yet be claimable, drive what is unseen (CLAIM-2)."""
@@ -587,7 +585,6 @@ class Runner:
                 row=job.row, run_id=job.run_id, sequence=job.sequence, actor=delivery.actor, status=lost.status,
                 orphaned=lost.orphaned, attempts=lost.attempts, run_status=lost.run_status,
             )  # fmt: skip
-        delivery.message.options["store_results"] = False  # NATIVE-5: a stored result is not overwritten by a duplicate
 
         def part() -> None:
             if lost.overdue:  # nothing begins after its deadline, or its run's; what that means is said at once (EXPIRE-1)
@@ -600,13 +597,9 @@ class Runner:
                 drives.send_unsent(engine, job.run_id, self.sender)
                 children.send_unsent(engine, job.run_id, self.sender)
             if lost.retry_at is not None:
-                delay = max(0, lost.retry_at - engine.now()) + 1
-                engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
-                self._put_back_after(delivery, delay)
+                self._send_back(delivery, max(0, lost.retry_at - engine.now()) + 1)
 
-        self.persist(part)
-        _count_not(delivery)
-        delivery.state = "done"
+        self._end_without_outcome(delivery, part)
 
     def _go_on_rolling_back(self, lost: Lost) -> None:
         """A redelivery is a chance to send what a crash has left unsent, and the only one to see that an undo's worker is gone."""
@@ -621,11 +614,33 @@ class Runner:
 
     def put_back(self, delivery: Delivery, delay: int = 0) -> None:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
+        self._end_without_outcome(delivery, lambda: self._send_back(delivery, delay))
 
-        def part() -> None:
-            self.engine.store.write(lambda tx: self._put_back_in(tx, delivery, delay))
-            self._put_back_after(delivery, delay)
+    def _send_back(self, delivery: Delivery, delay: int) -> None:
+        """With a database broker the message's row goes back, which is a write of its own."""
+        message, broker = cast("Any", delivery.message), cast("Any", self.broker)
 
+        def operation(tx: Tx) -> None:
+            if not message.settled:
+                broker.release(tx, message.reservation, delay=delay)
+
+        if self.sender.joins:
+            self.engine.store.write(operation)
+        self._went_back(delivery, delay)
+
+    def _went_back(self, delivery: Delivery, delay: int) -> None:
+        """With a database broker the row is back, and the message at hand settled; with another its copy is sent, and then it is
+        acknowledged."""
+        if self.sender.joins:
+            cast("Any", delivery.message).settled = True
+            return
+        try:
+            self.broker.enqueue(_as_asked_for(delivery), delay=min(delay, MAX_HOP_MS) or None)
+        except Exception as error:
+            raise MessageNotSentError(f"the message of {delivery.actor} could not be put back: {error}") from error
+
+    def _end_without_outcome(self, delivery: Delivery, part: Callable[[], None]) -> None:
+        """Nothing has run here: carry out ``part``, which no interrupt cuts short, and be done with the message."""
         self._disarm()
         self.persist(part)
         _count_not(delivery)
@@ -645,7 +660,6 @@ class Runner:
         if delivery.back_in is None:
             return False
         self.put_back(delivery, delivery.back_in)
-        delivery.message.options["store_results"] = False  # NATIVE-5
         return True
 
     def leave(self, delivery: Delivery) -> None:
@@ -657,27 +671,6 @@ class Runner:
     def _disarm(self) -> None:
         if not self.inline:
             disarm(self.broker)
-
-    def _put_back_in(self, tx: Tx, delivery: Delivery, delay: int) -> None:
-        """With a database broker, the queue row goes back in the transaction."""
-        message: Any = delivery.message
-        if self.sender.joins and not message.settled:
-            self.broker.release(tx, message.reservation, delay=delay)  # type: ignore[attr-defined]
-
-    def _put_back_after(self, delivery: Delivery, delay: int) -> None:
-        """With another broker a copy is sent once the write has committed; the original is acknowledged after that."""
-        message: Any = delivery.message
-        if self.sender.joins:
-            message.settled = True
-            return
-        copy = message.copy(options={OPTION: message.options[OPTION], "store_results": delivery.store_results})
-        if delivery.store_results is None:
-            del copy.options["store_results"]
-        copy.options.pop("eta", None)
-        try:
-            self.broker.enqueue(copy, delay=min(delay, MAX_HOP_MS) or None)
-        except Exception as error:
-            raise MessageNotSentError(f"the message of {delivery.actor} could not be put back: {error}") from error
 
     # --- drives ------------------------------------------------------------------------------------------------------
 
@@ -791,6 +784,15 @@ class Runner:
                 )
 
         shielded(lambda: self.persist(part), [])
+
+
+def _as_asked_for(delivery: Delivery) -> Message[Any]:
+    """The message that goes back for the one at hand, which Dramatiq may have been told meanwhile to store nothing for."""
+    copy: Message[Any] = delivery.message.copy(options={"store_results": delivery.store_results})
+    if delivery.store_results is None:
+        del copy.options["store_results"]
+    copy.options.pop("eta", None)
+    return copy
 
 
 def _count_not(delivery: Delivery) -> None:

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from dramatiq_saga import step
+
+
+@pytest.fixture(autouse=True)
+def marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world gives claims marks of its own; the tests that come after it in this process have those of the engine again."""
+    monkeypatch.setattr(step, "_marks", step._marks)
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:

@@ -51,7 +51,8 @@ SETTINGS = {
 }
 
 
-def _settings(reclaims_undos: bool) -> Settings:
+def recovering(*, reclaims_undos: bool = True) -> Settings:
+    """Everything that recovers by itself, without leases."""
     sagas = {"reclaim": {"stale_running": {"enabled": reclaims_undos, "after_seconds": 60}}}
     return Settings.from_mapping({**SETTINGS, "sagas": sagas})
 
@@ -105,7 +106,7 @@ class World:
         self.clock = ManualClock(0)
         self.store = ModelStore(self.clock)
         self.broker = StubBroker(middleware=[dramatiq.middleware.Retries()])
-        middleware = SagaMiddleware("sqlite:///:memory:", settings=_settings(reclaims_undos))
+        middleware = SagaMiddleware("sqlite:///:memory:", settings=recovering(reclaims_undos=reclaims_undos))
         self.broker.add_middleware(middleware)
         declare(self)
         self.engine = middleware.engine(self.broker)

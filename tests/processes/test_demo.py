@@ -42,6 +42,7 @@ def start(checkout: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # not ignored, as in a script's background
     )
 
 

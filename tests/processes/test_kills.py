@@ -477,6 +477,7 @@ def test_twelve_worker_processes_start_at_once_on_an_empty_file(
     assert "Traceback" not in workers.output()
 
 
+@pytest.mark.claims_alone
 def test_a_redelivery_while_the_first_copy_still_runs_changes_nothing(
     wide_street: Street, effects: EffectLog, gates: Gates
 ) -> None:

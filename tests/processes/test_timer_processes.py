@@ -68,6 +68,7 @@ def test_what_came_due_while_no_worker_was_there_happens_once(timed: Field, effe
     ]  # fmt: skip
 
 
+@pytest.mark.claims_alone
 def test_a_worker_that_is_killed_between_a_timeout_and_its_drive_loses_nothing(
     make_field: Callable[..., Field], sqlite_path: Path, effects: EffectLog, gates: Gates
 ) -> None:

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from peewee import SqliteDatabase
 
-from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import undoing
 from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Lost
@@ -35,26 +34,13 @@ from dramatiq_saga.interrupts import Body
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.sweep import sweep
 from dramatiq_saga.step import Delivery
+from tests.model.world import recovering
 from tests.support.bench import WRITES, Bench
 
 THOROUGH = bool(os.environ.get("DRAMATIQ_SAGA_TEST_THOROUGH"))
 
 FINAL = {"completed", "failed", "cancelled", "expired"}
 SETTLED = {"completed", "optional_failed", "expired", "cancelled"}
-
-SETTINGS = Settings.from_mapping(
-    {
-        "actions": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}},
-        "sagas": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}},
-        "reclaim": {"max_claims": 1000},
-        "repair": {
-            "enabled": True,
-            "grace_seconds": 5,
-            "max_attempts": 100_000,
-            "backoff": {"base_seconds": 1, "max_seconds": 1},
-        },
-    }
-)
 
 
 def declare(bench: Bench) -> None:
@@ -124,7 +110,7 @@ class World:
 
     def _worker(self, path: Path) -> Bench:
         database = SqliteDatabase(str(path), pragmas={"synchronous": "normal"})
-        bench = Bench(str(path), declare, clock=self.clock, settings=SETTINGS, database=database)
+        bench = Bench(str(path), declare, clock=self.clock, settings=recovering(), database=database)
         bench.runner.stopping = Patience()  # type: ignore[assignment]
         bench.engine.note_cost = lambda run_id, seconds: None  # type: ignore[method-assign]  # no game depends on the machine's speed
         return bench

@@ -60,7 +60,7 @@ WRITES = {
     "signal": "send.<locals>.operation",
     "timers": "_end.<locals>.operation",
     "beat": "Heartbeat.beat.<locals>.operation",
-    "put back": "Runner.put_back.<locals>.part.<locals>.<lambda>",
+    "put back": "Runner._send_back.<locals>.operation",
     "body reported": "body_reported.<locals>.operation",
     "alarm": "_set_alarm_once.<locals>.operation",
 }

@@ -105,6 +105,7 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
         RedisLocks("localhost:6379")
 
 
+@pytest.mark.claims_alone
 def test_the_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """API: Redis is an extra."""
     monkeypatch.setitem(sys.modules, "redis", None)

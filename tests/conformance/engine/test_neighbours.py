@@ -282,6 +282,47 @@ def test_a_step_that_is_skipped_stores_no_result(kind: str, applications: Applic
         backend.get_result(message)
 
 
+class Noting(StubBackend):
+    """Notes what is stored in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: list[Any] = []
+
+    def store_result(self, message: Any, result: Any, ttl: int) -> None:
+        self.stored.append(result)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_a_step_that_is_given_back_stores_no_result_before_it_has_one(kind: str, applications: Applications) -> None:
+    """NATIVE-4, NATIVE-5: a shutdown cuts its body off; whoever waits for its result is not told None."""
+    from tests.conformance.engine.test_interrupts import spin
+
+    backend = Noting()
+    app = applications(kind, middleware=plus(Results(backend=backend)))
+
+    @app.actor(notify_shutdown=True, store_results=True)
+    def value() -> str:
+        app.calls.append("value")
+        if len(app.calls) == 1:
+            spin()
+        return "the value"
+
+    @app.workflow
+    def one(flow: Flow) -> Any:
+        return flow.run(value)
+
+    handle = one.send()
+    app.start(threads=1)
+    eventually(lambda: app.calls)
+    app.stop()
+    app.start()
+    assert app.ended(handle) == "completed"
+    app.drain()
+    assert app.types(handle).count("action.released") == 1
+    assert backend.stored == ["the value"]
+
+
 def test_the_current_message_is_cleared_after_a_skip(app: Application) -> None:
     """NATIVE-5: Dramatiq leaves a skipped message in place; the next piece of code must not see it."""
     seen: list[Any] = []

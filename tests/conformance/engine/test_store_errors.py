@@ -7,8 +7,10 @@ from typing import Any
 
 import dramatiq.worker
 import pytest
+from dramatiq.results import Results
 
 from dramatiq_saga import Flow
+from tests.conformance.engine.test_neighbours import Noting, plus
 from tests.support import store_faults as f
 from tests.support.application import Application, Applications
 from tests.support.store_faults import Faults
@@ -285,6 +287,22 @@ def test_a_message_whose_claim_was_refused_until_the_worker_stopped_is_run_by_th
     app.start()
     assert app.ended(handle) == "completed"
     assert [(status, tries) for status, _, tries in app.calls] == [("running", 0)]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_a_result_is_stored_although_a_worker_that_stopped_had_the_message_first(kind: str, applications: Applications) -> None:
+    """NATIVE-5, CLAIM-4: the message that goes back asks Dramatiq for what its sender asked for."""
+    backend = Noting()
+    app = applications(kind, middleware=plus(Results(backend=backend)))
+    one = one_step(app, store_results=True)
+    rule = Faults(app.store).refuse(f.CLAIM, None)
+    app.start(threads=1)
+    handle = one.send()
+    stopped_while(app, rule, lambda: None)
+    app.start()
+    assert app.ended(handle) == "completed"
+    app.drain()
+    assert backend.stored == ["done"]
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis", "stub"])

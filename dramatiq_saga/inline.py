@@ -2,6 +2,10 @@
 
 The loop takes what a write would have sent and runs it at once: drives, steps, compensations. Each step is claimed, run and
 fenced as in a worker, so its rows are the same, and a run that is cut off here can be picked up by workers later.
+
+Who else may be here: a worker, to which a sweep elsewhere has sent a row that waits here for its turn (DOCTOR-1). Of the two the claim
+chooses one. What the worker has is waited for, as long as it may be at it; what it leaves is run here.
+test_what_a_worker_is_at_is_waited_for
 """
 
 from __future__ import annotations
@@ -17,20 +21,23 @@ from .clock import ManualClock
 from .codec import load_error
 from .coroutines import body_of, inline_loop
 from .engine import drive as drives
-from .engine import runs, timers
+from .engine import liveness, runs, timers
 from .engine.sender import InlineSender
 from .errors import SagaError, UnknownActorError, WouldBlockError
+from .recovery.rows import COLUMNS, COMPENSATION, LEVEL_RUNS, STEP, WANTED, Row
 from .step import Delivery
+from .store.models import LIVE
 
 if TYPE_CHECKING:
     from dramatiq import Actor, Broker
 
-    from .engine.core import Sender
+    from .engine.core import Engine, Sender
     from .engine.rows import Outgoing
     from .middleware import SagaMiddleware
     from .step import Runner
     from .store.database import Tx
 
+_UNENDED = ("pending", "running", "waiting", "rolling_back")
 _STATE = "SELECT status, rollback, hold_error FROM {flow_runs} WHERE id = ?"
 _WOKEN = (
     "SELECT 1 FROM {flow_runs} WHERE id = ? AND wakes > wakes_seen AND ended_at IS NULL AND status <> 'rolling_back' "
@@ -46,7 +53,13 @@ _CHILDREN = (
     "SELECT c.sequence, c.workflow, c.child_id, c.status, f.hold_error FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id "
     "WHERE c.run_id = ? AND c.ended_at IS NULL ORDER BY c.sequence"
 )
-
+_UNFINISHED = {
+    STEP: f"SELECT r.next_try_at, r.time_limit_at, {COLUMNS[STEP]} FROM {{action_runs}} r WHERE r.run_id = ? AND r.{LIVE} "
+    f"AND r.status <> 'awaiting_retry' AND r.held_back = FALSE AND {WANTED[STEP]} ORDER BY r.sequence",
+    COMPENSATION: f"SELECT r.next_try_at, NULL, {COLUMNS[COMPENSATION]} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.{LIVE} "
+    f"AND r.given_up = FALSE AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS} ORDER BY r.sequence DESC",
+}
+_LIVE_CHILDREN = "SELECT child_id FROM {children} WHERE run_id = ? AND ended_at IS NULL"
 
 #: While it waits for a moment, the loop looks so often, in seconds, for what comes from outside.
 _LOOK_AGAIN = 0.1
@@ -80,7 +93,7 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     with inline_loop():
         loop.run()
     state = engine.store.read(lambda tx: tx.one(_STATE, (new.run_id,)))
-    if state is None or (state[0] not in ("pending", "running", "waiting", "rolling_back")):
+    if state is None or state[0] not in _UNENDED:
         return
     loop.hand_over(middleware.sender(broker))
     if state[2]:
@@ -100,7 +113,9 @@ class _Loop:
     def __init__(self, runner: Runner, sender: InlineSender, run_id: str) -> None:
         self._runner = runner
         self._sender = sender
-        self._runs = dict.fromkeys([run_id])  # with the child runs that it has started here
+        self._run_id = run_id
+        self._runs = dict.fromkeys([run_id])  # with its child runs
+        self._tried: set[Row] = set()  # rows that were taken up here, as they were then
 
     def run(self) -> None:
         engine = self._runner.engine
@@ -108,8 +123,21 @@ class _Loop:
             self._work()
             if self._drive_woken():
                 continue
+            if self._has_other_children():
+                continue
+            left = engine.store.read(self._left)
+            now = engine.now()
+            free = [row for row, at in left if at <= now]
+            if free:
+                self._tried.update(free)
+                self._sender.queue.extend(row.message() for row in free)
+                continue
             moments = engine.store.read(lambda tx: [(timers.next_due(tx, run_id), run_id) for run_id in self._runs])
             known = sorted((moment, run_id) for moment, run_id in moments if moment is not None)
+            until = min((at for _, at in left), default=None)
+            if until is not None and (not known or until < known[0][0]):
+                self._is_time(until)
+                continue
             if not known:
                 return
             moment, run_id = known[0]
@@ -140,6 +168,36 @@ class _Loop:
             drives.drive(engine, run_id, self._sender)
         return bool(woken)
 
+    def _has_ended(self, tx: Tx) -> bool:
+        run = tx.one(_STATE, (self._run_id,))
+        return run is None or run[0] not in _UNENDED
+
+    def _has_other_children(self) -> bool:
+        """Whether there are child runs that a worker has started."""
+
+        def look(tx: Tx) -> set[str]:
+            return (
+                set() if self._has_ended(tx) else {child for run in self._runs for (child,) in tx.all(_LIVE_CHILDREN, (run,))}
+            )
+
+        others = self._runner.engine.store.read(look) - self._runs.keys()
+        self._runs |= dict.fromkeys(others)
+        return bool(others)
+
+    def _left(self, tx: Tx) -> list[tuple[Row, int]]:
+        """What of the run is left to be done, here or elsewhere, and from when on each may be taken up here."""
+        if self._has_ended(tx):
+            return []
+        found: list[tuple[Row, int]] = []
+        for run_id in self._runs:
+            for kind, sql in _UNFINISHED.items():
+                for next_try_at, time_limit_at, *columns in tx.all(sql, (run_id,)):
+                    row = Row(kind, *columns)
+                    at = _free_at(tx, self._runner.engine, row, next_try_at, time_limit_at)
+                    if at is not None and row not in self._tried:
+                        found.append((row, at))
+        return found
+
     def _is_time(self, moment: int) -> bool:
         """Wait until ``moment``, or a little: whether it has come. A clock that only moves when it is told to is told so."""
         engine = self._runner.engine
@@ -150,6 +208,20 @@ class _Loop:
         elif left > 0:
             time.sleep(min(left / 1000, _LOOK_AGAIN))
         return engine.now() >= moment
+
+
+def _free_at(tx: Tx, engine: Engine, row: Row, next_try_at: int | None, time_limit_at: int | None) -> int | None:
+    """From when on a row may be taken up here; of one that is running and that nobody may ever take over, until when its worker may be
+    at it, and ``None`` after that: nothing says that anybody still is."""
+    if row.status == "pending":
+        return row.not_before or 0
+    if row.status == "failed":
+        return next_try_at or 0
+    lease = liveness.lease_of(tx, engine, step=row.kind == STEP, run_id=row.run_id, sequence=row.sequence)
+    free = min((moment for moment in (row.reclaim_stale_at, lease) if moment is not None), default=None)
+    if free is None and time_limit_at is not None and time_limit_at > engine.now():
+        return time_limit_at
+    return free
 
 
 def _waited_for(tx: Tx, run_id: str) -> list[str]:

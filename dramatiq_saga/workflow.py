@@ -143,7 +143,8 @@ class Workflow(Generic[P, R]):
     def run_sync(self, *args: P.args, **kwargs: P.kwargs) -> FlowHandle[R]:
         """Run to the end in this process, steps included, through the same rows as a queued run (SYNC-1).
 
-        Tries of a step follow each other without waiting. What ends the run is on the handle: ``result()`` returns or raises.
+        Tries of a step follow each other without waiting. A step that a worker has taken, because a sweep elsewhere has sent it one, is waited
+        for as long as that worker may be at it. What ends the run is on the handle: ``result()`` returns or raises.
 
         Raises:
           WouldBlockError: the run waits for something that nothing in this process can bring about.

@@ -11,9 +11,13 @@ from dramatiq import Retry
 from dramatiq.middleware import SkipMessage
 
 from dramatiq_saga import Flow, FlowFailedError, StepFailedError, current_step, events
+from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Job, give_back
+from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import SendInsideWorkflowError, WouldBlockError
+from dramatiq_saga.middleware import build_message
 from tests.support.application import Application, Applications
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE, eventually
 
 #: Columns that differ from one run to the next without meaning anything.
 OWN = {
@@ -179,6 +183,121 @@ def _run(app: Application, name: str, actor: Any) -> Any:
         flow.run(actor)
 
     return one.run_sync()
+
+
+def told_to_worker(app: Application, run_id: str, sequence: int) -> None:
+    """What a sweep does with a row that nobody has taken: its message to the workers."""
+    actor, queue = app.sql("SELECT actor, queue FROM {action_runs} WHERE run_id = ? AND sequence = ?", run_id, sequence)[0]
+    app.broker.enqueue(build_message(app.broker, Outgoing("step", run_id, actor, queue, sequence)))
+
+
+def current_run() -> str:
+    step = current_step()
+    assert step is not None
+    return step.run_id
+
+
+def claimed(app: Application, run_id: str, sequence: int, *, time_limit_ms: int | None = None) -> Claim:
+    """The claim of a worker elsewhere, of which nothing more is heard."""
+    claim = ClaimAttempt(app.engine, Job("step", run_id, sequence, 0, 0, "m"), nonce="n", time_limit_ms=time_limit_ms).run()
+    assert isinstance(claim, Claim)
+    return claim
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
+def test_what_a_worker_is_at_is_waited_for(kind: str, applications: Applications, journal: list[Any]) -> None:
+    """SYNC-1, DOCTOR-1: a member that waited here for its turn was sent to a worker by a sweep, and is at work there."""
+    app = applications(kind)
+    entered, leave = threading.Event(), threading.Event()
+
+    @app.actor
+    def first() -> int:
+        told_to_worker(app, current_run(), 3)
+        assert entered.wait(DEADLINE)
+        return 1
+
+    @app.actor
+    def second() -> int:
+        entered.set()
+        assert leave.wait(DEADLINE)
+        return 2
+
+    last = app.step("last", gives=3)
+
+    @app.workflow
+    def block(flow: Flow) -> list[Any]:
+        found = flow.parallel(flow.action(first), flow.action(second)).run()
+        return [*found, flow.run(last)]
+
+    def open_once_it_is_lost() -> None:
+        eventually(lambda: any(line["event"] == "claim_lost" for line in journal))
+        leave.set()
+
+    with app.working():
+        opening = threading.Thread(target=open_once_it_is_lost)
+        opening.start()
+        handle = block.run_sync()
+        opening.join(DEADLINE)
+    assert handle.result() == [1, 2, 3]
+    assert app.calls == [("last",)]
+    assert [step.attempts for step in handle.actions()] == [1, 1, 1]
+
+
+def test_what_a_worker_has_given_back_is_run_here(applications: Applications, journal: list[Any]) -> None:
+    """SYNC-1: a worker that stops gives its claim back; the message that it leaves with it may be far away."""
+    app = applications("sqlite")
+
+    @app.actor
+    def first() -> None:
+        claims.append(claimed(app, current_run(), 3, time_limit_ms=600_000))
+
+    claims: list[Claim] = []
+    second = app.step("second")
+
+    @app.workflow
+    def block(flow: Flow) -> None:
+        flow.parallel(flow.action(first), flow.action(second)).run()
+
+    def give_back_once_it_is_lost() -> None:
+        eventually(lambda: any(line["event"] == "claim_lost" for line in journal))
+        app.store.write(lambda tx: give_back(tx, app.engine, claims[0], now=app.engine.now()))
+
+    giving = threading.Thread(target=give_back_once_it_is_lost)
+    giving.start()
+    handle = block.run_sync()
+    giving.join(DEADLINE)
+    assert handle.status == "completed"
+    assert app.calls == [("second",)]
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "ends"), [(60, 600_000, "completed"), (None, 600_000, "blocked"), (None, None, "blocked")]
+)
+def test_a_worker_that_is_not_heard_of_any_more_is_not_waited_for_for_ever(
+    applications: Applications, window: int | None, limit: int | None, ends: str
+) -> None:
+    """SYNC-1, RECLAIM-1: its step is taken over from its reclaim deadline on; without one, nobody is at it after its time limit."""
+    app = applications("sqlite")
+    app.store.clock = ManualClock()
+
+    @app.actor
+    def first() -> None:
+        claimed(app, current_run(), 3, time_limit_ms=limit)
+
+    second = app.step("second")
+
+    @app.workflow
+    def block(flow: Flow) -> None:
+        member = flow.action(second)
+        flow.parallel(flow.action(first), member if window is None else member.reclaim_stale_after(window)).run()
+
+    if ends == "blocked":
+        with pytest.raises(WouldBlockError, match=r"step 3 \(second, running\)"):
+            block.run_sync()
+        assert app.calls == []
+    else:
+        assert block.run_sync().status == "completed"
+        assert app.calls == [("second",)]
 
 
 def test_a_run_that_nothing_here_can_go_on_with_says_what_it_waits_for(app: Application) -> None:

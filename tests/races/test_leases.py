@@ -59,6 +59,20 @@ def claim(worker: Bench, message: Any) -> Claim | Lost:
     return ClaimAttempt(worker.engine, job, nonce=secrets.token_hex(4)).run()
 
 
+def claimed(worker: Bench) -> tuple[str, Any]:
+    """A run whose first step this worker is at: its id, and the message of the step."""
+    run, message = at_first_step(worker)
+    assert isinstance(claim(worker, message), Claim)
+    return run, message
+
+
+def free_at(worker: Bench, message: Any) -> int | None:
+    """The moment for which a delivery that loses its claim is put back (CLAIM-2)."""
+    lost = claim(worker, message)
+    assert isinstance(lost, Lost)
+    return lost.retry_at
+
+
 def undoing_step(worker: Bench) -> tuple[str, Any]:
     """A run whose only finished step is being undone: its id, and the message of the undo."""
     run, message = at_first_step(worker)
@@ -89,9 +103,7 @@ def test_a_row_is_claimable_once_its_worker_has_been_silent_for_the_lease(
     clock.advance(30)
     heart.beat()
     clock.advance(29.999)
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 1
+    assert free_at(second, message) == clock.now() + 1
     clock.advance(0.001)
     assert second.deliver(message).state == "done"
     assert len(shop.ran) == before + 1
@@ -120,15 +132,12 @@ def test_a_worker_that_is_heard_from_keeps_its_row(bench: MakeBench, shop: Shop,
     """RECLAIM-5: for as long as it beats, however long its step takes; no deadline of the row's own is needed."""
     first, heart = alive(bench)
     second, other = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     for _ in range(5):
         clock.advance(40)
         heart.beat()
         other.beat()
-        lost = claim(second, message)
-        assert isinstance(lost, Lost)
-        assert lost.retry_at == clock.now() + 60_000
+        assert free_at(second, message) == clock.now() + 60_000
     assert first.step(run) == ("running", 1)
     assert shop.ran == []
 
@@ -137,8 +146,7 @@ def test_a_row_of_a_worker_whose_heartbeat_row_has_vanished_is_claimable_at_once
     """RECLAIM-5: a vanished heartbeat row counts as not heard from."""
     first, heart = alive(bench)
     second, _ = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     first.store.write(lambda tx: tx.run("DELETE FROM {workers} WHERE id = ?", (heart.id,)))
     second.deliver(message)
     assert first.step(run) == ("completed", 2)
@@ -161,9 +169,7 @@ def test_a_claim_without_a_heartbeat_of_its_own_is_never_judged(
     assert isinstance(ClaimAttempt(first.engine, job, nonce="here", inline=way == "inline").run(), Claim)
     clock.advance(1_000_000)
     second, _ = alive(bench)
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at is None
+    assert free_at(second, message) is None
     assert doctor.repair(second.engine, second.sender).repaired == 0
     assert never_reclaimed(second.engine) == 1
     assert first.step(run) == ("running", 1)
@@ -173,12 +179,9 @@ def test_with_the_setting_off_a_dead_workers_row_is_left_alone(bench: MakeBench,
     """RECLAIM-1, RECLAIM-5: off by default, also for what was claimed while it was on."""
     first, _ = alive(bench)
     second = bench(settings=Settings.from_mapping({"repair.enabled": True}))
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(1_000_000)
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at is None
+    assert free_at(second, message) is None
     assert doctor.repair(second.engine, second.sender).repaired == 0
     assert second.step(run) == ("running", 1)
 
@@ -190,13 +193,10 @@ def test_a_deadline_that_comes_before_the_end_of_the_lease_counts(bench: MakeBen
     )
     first, heart = alive(bench, settings)
     second, _ = alive(bench, settings)
-    _, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    _, message = claimed(first)
     clock.advance(1)
     heart.beat()
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 9_000
+    assert free_at(second, message) == clock.now() + 9_000
 
 
 def test_a_dead_workers_row_that_the_run_no_longer_wants_is_not_waited_for(
@@ -204,8 +204,7 @@ def test_a_dead_workers_row_that_the_run_no_longer_wants_is_not_waited_for(
 ) -> None:
     """CLAIM-2: its message is not put back again and again for a run that goes backwards."""
     first, _ = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(61)
     second, _ = alive(bench)
     second.store.write(
@@ -213,9 +212,7 @@ def test_a_dead_workers_row_that_the_run_no_longer_wants_is_not_waited_for(
             "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = 'failed' WHERE id = ?", (run,)
         )
     )
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at is None
+    assert free_at(second, message) is None
 
 
 def test_taking_over_counts_as_a_claim(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
@@ -332,13 +329,10 @@ def test_a_worker_that_was_cut_off_itself_takes_nobody_for_dead_yet(bench: MakeB
     the others one lease, and then judges them."""
     first, _ = alive(bench)
     second, heart = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(3600)
     heart.beat()
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 60_000
+    assert free_at(second, message) == clock.now() + 60_000
     assert doctor.repair(second.engine, second.sender).reclaims == 0
     for _ in range(2):
         clock.advance(30)
@@ -353,13 +347,10 @@ def test_a_worker_that_has_just_started_gives_the_others_time_for_a_beat(
 ) -> None:
     """RECLAIM-5: after an outage of the database, a new worker may be back before those that have lived through it."""
     first, heart = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(3600)
     second, other = alive(bench, new=True)
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 15_000
+    assert free_at(second, message) == clock.now() + 15_000
     clock.advance(14)
     heart.beat()
     clock.advance(1)
@@ -404,14 +395,11 @@ def test_a_dead_workers_row_that_a_clock_set_back_has_put_into_the_future_grows_
     time = Time(clock)
     first, _ = alive(bench, uptime=time.uptime)
     second, heart = alive(bench, uptime=time.uptime)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(-7200)
     time.passes(15)
     heart.beat()
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 60_000
+    assert free_at(second, message) == clock.now() + 60_000
     for _ in range(2):
         time.passes(30)
         heart.beat()
@@ -430,14 +418,11 @@ def test_a_clock_set_forward_takes_no_step_from_a_living_worker(
     time = Time(clock)
     first, heart = alive(bench, uptime=time.uptime)
     second, other = alive(bench, uptime=time.uptime)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, message = claimed(first)
     clock.advance(7200)
     assert isinstance(claim(second, message), Lost)  # the clock was set between its look at the heartbeat and its claim
     other.freshen()
-    lost = claim(second, message)
-    assert isinstance(lost, Lost)
-    assert lost.retry_at == clock.now() + 60_000
+    assert free_at(second, message) == clock.now() + 60_000
     heart.beat()
     if back:
         clock.advance(-7200)
@@ -491,8 +476,7 @@ def test_an_orderly_stop_deletes_its_own_row(bench: MakeBench, clock: ManualCloc
     other, staying = alive(bench)
     assert heart.leave()
     assert workers(worker) == [staying.id]
-    run, message = at_first_step(worker)
-    assert isinstance(claim(worker, message), Claim)
+    run, _ = claimed(worker)
     assert other.one("SELECT worker_id FROM {action_runs} WHERE run_id = ?", run) == (worker.engine.worker_id,)
 
 
@@ -624,8 +608,7 @@ def test_a_row_past_both_its_deadline_and_its_lease_is_counted_once(bench: MakeB
         {"actions": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 10}}}}, base=LEASES
     )
     first, _ = alive(bench, settings)
-    _, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    claimed(first)
     clock.advance(61)
     assert doctor.candidates(first.engine)["R3"] == 1
     assert doctor.repair(first.engine, first.sender).reclaims == 1
@@ -634,8 +617,7 @@ def test_a_row_past_both_its_deadline_and_its_lease_is_counted_once(bench: MakeB
 def test_a_kick_sends_a_dead_workers_row_and_leaves_a_living_ones(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
     """KICK-1, RECLAIM-5."""
     first, _ = alive(bench)
-    run, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    run, _ = claimed(first)
     (left,) = kick(first.engine, run, first.sender).left
     assert left.left == "it is running, and its worker has been heard from within the lease"
     clock.advance(60)
@@ -651,8 +633,7 @@ def test_a_row_with_a_lease_behind_it_is_not_counted_as_never_reclaimed(
 ) -> None:
     """RECLAIM-4, RECLAIM-5: its worker's death is enough for it to come back."""
     first, _ = alive(bench)
-    _, message = at_first_step(first)
-    assert isinstance(claim(first, message), Claim)
+    claimed(first)
     clock.advance(LONG_RUNNING_MS / 1000)
     assert never_reclaimed(first.engine) == 0
     assert never_reclaimed(bench().engine) == 1

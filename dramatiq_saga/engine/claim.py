@@ -40,9 +40,11 @@ _CLAIMABLE_LEASED = (
     "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND (reclaim_stale_at <= ? "
     f"OR ({liveness.dead_sql('worker_id')}))))"
 )
+# A row that still has this attempt's own mark is claimed again by a worker that has stalled before its body: that has killed nobody, and
+# does not count (RECLAIM-6). test_a_worker_that_stalls_before_a_body_that_may_be_claimed_once_claims_again
 _SET = (
-    "status = 'running', attempts = attempts + 1, claims = claims + 1, started_at = ?, worker_id = ?, delivery = ?, "
-    "next_try_at = NULL, reclaim_stale_at = ? + 1000 * reclaim_stale_after_seconds"
+    "status = 'running', attempts = attempts + 1, claims = CASE WHEN delivery = ? THEN claims ELSE claims + 1 END, started_at = ?, "
+    "worker_id = ?, delivery = ?, next_try_at = NULL, reclaim_stale_at = ? + 1000 * reclaim_stale_after_seconds"
 )
 _CLAIM_STEP = (
     f"UPDATE {{action_runs}} SET {_SET}, time_limit_at = ? WHERE run_id = ? AND sequence = ? AND cycle = ? AND {_CLAIMABLE} "
@@ -249,7 +251,7 @@ class ClaimAttempt:
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (job.run_id,))  # DRIVE-7: the run's row first
         heart = None if self.inline else liveness.heart_of(engine)
-        marks = (now, engine.worker_id if heart is None else heart.id, self.delivery, now)
+        marks = (self.delivery, now, engine.worker_id if heart is None else heart.id, self.delivery, now)
         leases = liveness.is_on(engine.settings)
         until = (now, liveness.horizon(engine, now)) if leases else (now,)
         self._lease = None

@@ -18,7 +18,7 @@ from dramatiq.middleware import Shutdown
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import runs
-from dramatiq_saga.engine.claim import ClaimAttempt
+from dramatiq_saga.engine.claim import Claim, ClaimAttempt
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.errors import ConcurrentTransitionError
@@ -645,6 +645,24 @@ def test_a_message_whose_row_is_still_owned_is_put_back_until_the_row_may_be_cla
     slow.succeed("charged")
     working.result()
     assert first.step(run) == ("completed", 1)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_claim_that_is_made_again_by_its_own_worker_counts_once(bench: MakeBench, clock: ManualClock) -> None:
+    """RECLAIM-6: its body has not begun, so it has killed nobody; the claim of another worker after it counts."""
+    worker = bench(settings=RECLAIM)
+    run, message = at_first_step(worker)
+    job = Delivery(message).job
+    assert job is not None
+    stalled = ClaimAttempt(worker.engine, job, nonce="1")
+    found = []
+    for attempt in (stalled, stalled, ClaimAttempt(worker.engine, job, nonce="2")):
+        claim = attempt.run()
+        assert isinstance(claim, Claim)
+        found.append((claim.attempts, claim.claims))
+        clock.advance(61)
+    assert found == [(1, 1), (2, 1), (3, 2)]
+    assert worker.step(run) == ("running", 3)
 
 
 def test_a_row_of_a_lost_worker_is_never_run_again_with_reclaim_off(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:

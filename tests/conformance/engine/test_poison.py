@@ -89,6 +89,27 @@ def test_claims_below_the_limit_run_the_step(sqlite_path: Path, lost: int) -> No
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
+def test_a_worker_that_stalls_before_a_body_that_may_be_claimed_once_claims_again(sqlite_path: Path, taken_over: bool) -> None:
+    """RECLAIM-6: nobody has died of it. One that comes meanwhile cannot know that, and the body never runs."""
+    shop = Shop(sqlite_path, limit=1)
+
+    def stall(event: ActionStarted) -> None:
+        if event.action.attempts == 1:
+            shop.clock.advance(11)
+            if taken_over:
+                shop.deliver(shop.message)
+
+    subscribe(stall, ActionStarted)
+    try:
+        shop.deliver(shop.message)
+    finally:
+        unsubscribe(stall)
+    (step,) = shop.handle.actions()
+    assert step.attempts == 2
+    assert (step.status, shop.ran) == (("failed", ["refund"]) if taken_over else ("completed", ["charge"]))
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
 def test_a_worker_that_stalls_between_claim_and_body_claims_again(sqlite_path: Path, taken_over: bool) -> None:
     """DRIVE-4, CLAIM-1: a recorded step does not run again because its first worker was asleep before it began."""
     shop = Shop(sqlite_path, limit=None)

@@ -243,6 +243,47 @@ def test_what_a_worker_is_at_is_waited_for(kind: str, applications: Applications
     assert [step.attempts for step in handle.actions()] == [1, 1, 1]
 
 
+def test_a_child_that_a_worker_has_started_is_run_here_where_nobody_else_takes_it(
+    applications: Applications, journal: list[Any]
+) -> None:
+    """SYNC-1, CHILD-1: the worker has recorded the last member, so it has decided what follows: a child on a queue that it does not consume."""
+    app = applications("sqlite")
+    entered, leave = threading.Event(), threading.Event()
+
+    @app.actor
+    def first() -> None:
+        told_to_worker(app, current_run(), 3)
+        assert entered.wait(DEADLINE)
+
+    @app.actor
+    def second() -> None:
+        entered.set()
+        assert leave.wait(DEADLINE)
+
+    inside = app.step("inside", gives="done")
+
+    @app.workflow(queue_name=f"{app.queue}-far")
+    def small(flow: Flow) -> Any:
+        return flow.run(inside)
+
+    @app.workflow
+    def big(flow: Flow) -> Any:
+        flow.parallel(flow.action(first), flow.action(second)).run()
+        return flow.child(small).run()
+
+    def open_once_it_is_lost() -> None:
+        eventually(lambda: any(line["event"] == "claim_lost" for line in journal))
+        leave.set()
+
+    with app.working(queues={app.queue}):
+        opening = threading.Thread(target=open_once_it_is_lost)
+        opening.start()
+        handle = big.run_sync()
+        opening.join(DEADLINE)
+    assert handle.result() == "done"
+    assert app.calls == [("inside",)]
+
+
 def test_what_a_worker_has_given_back_is_run_here(applications: Applications, journal: list[Any]) -> None:
     """SYNC-1: a worker that stops gives its claim back; the message that it leaves with it may be far away."""
     app = applications("sqlite")

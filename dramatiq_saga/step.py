@@ -64,10 +64,13 @@ OPTION = "saga"
 #: Longest hop of a message that is put back on a broker of another kind, in milliseconds (CLAIM-2).
 MAX_HOP_MS = 60_000
 
-_CANCELLED = (
-    "SELECT f.status, f.rollback, a.status, a.delivery FROM {flow_runs} f JOIN {action_runs} a ON a.run_id = f.id "
-    "WHERE f.id = ? AND a.sequence = ?"
+# Whether a claim stands, and its run wants it.
+_STANDS = (
+    "SELECT 1 FROM {%s} r JOIN {flow_runs} f ON f.id = r.run_id "
+    "WHERE r.run_id = ? AND r.sequence = ? AND r.status = 'running' AND r.delivery = ? AND %s"
 )
+_STEP_STANDS = _STANDS % ("action_runs", "f.ended_at IS NULL AND f.status <> 'rolling_back'")
+_UNDO_STANDS = _STANDS % ("compensation_runs", "f.rollback = 'running'")
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
@@ -119,14 +122,10 @@ class Step:
 
     @property
     def cancelled(self) -> bool:
-        """True once the run no longer wants this, or the step has expired or been taken over: for bodies that take long to look at now
-        and then. Reads the database."""
-        row = self._engine.store.read(lambda tx: tx.one(_CANCELLED, (self.run_id, self.sequence)))
-        if row is None:
-            return True
-        if self.undoes is not None:
-            return bool(row[1] != "running")
-        return row[0] not in ("pending", "running", "waiting") or (row[2], row[3]) != ("running", self._delivery)
+        """True once the run no longer wants this, or it has expired or been taken over: for bodies that take long to look at now and
+        then. Reads the database."""
+        sql = _STEP_STANDS if self.undoes is None else _UNDO_STANDS
+        return self._engine.store.read(lambda tx: tx.one(sql, (self.run_id, self.sequence, self._delivery))) is None
 
 
 def is_ours(message: Message[Any] | MessageProxy) -> bool:

@@ -263,6 +263,12 @@ def test_everything_on_the_map_is_there() -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+def test_the_map_shows_nothing_twice() -> None:
+    rows = re.findall(r"^\| `([\w./-]+)` \|", MAP.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 100
+    assert [name for name in set(rows) if rows.count(name) > 1] == []
+
+
 # --- the readers of pages can fail -----------------------------------------------------------------------------------
 
 BROKEN_PAGE = """# Two words

@@ -236,7 +236,10 @@ class ClaimAttempt:
         return history.Line(kind, sequence=self.job.sequence, name=actor, attempt=attempts)
 
     def _is_ours(self, row: tuple[Any, ...]) -> bool:
-        return bool(row[9] == self.delivery and row[7] == "running")
+        """Whether an earlier run of this attempt has claimed the row. Not past the row's reclaim deadline: what cannot be claimed then
+        is not wanted any more. test_a_worker_that_stalls_until_its_run_is_overdue_does_not_begin_its_step
+        """
+        return bool(row[9] == self.delivery and row[7] == "running" and (row[8] is None or row[8] > self._at))
 
     def _read(self, tx: Tx) -> tuple[Any, ...] | None:
         sql = _READ_STEP if self.job.kind == "step" else _READ_COMPENSATION

@@ -62,15 +62,19 @@ class Background:
             self._workers += 1
 
     def stop(self) -> None:
-        """One worker less; with the last one the thread ends, and is waited for."""
+        """One worker less; with the last one the thread ends, and is waited for.
+
+        Who else may be here: a worker that starts. It waits until this is over, or :meth:`end` would put an end to what it has begun.
+        test_a_worker_that_starts_while_the_last_one_stops_keeps_its_heartbeat
+        """
         with self._lock:
             self._workers = max(0, self._workers - 1)
             if self._workers or self._thread is None:
                 return
             thread, self._thread = self._thread, None
             self._stopping.set()
-        thread.join(timeout=PATIENCE)
-        self.end()
+            thread.join(timeout=PATIENCE)
+            self.end()
 
     def _run(self, stopping: threading.Event) -> None:
         failures = 0

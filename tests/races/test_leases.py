@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_a_row_is_claimable_once_its_worker_has_been_silent_for_the_lease(
     clock.advance(0.001)
     assert second.deliver(message).state == "done"
     assert len(shop.ran) == before + 1
+
+
+@pytest.mark.parametrize("begin", [at_first_step, undoing_step], ids=["step", "undo"])
+def test_a_body_whose_row_was_taken_over_is_told_that_nobody_wants_it_any_more(
+    bench: MakeBench, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]]
+) -> None:
+    """API, ``current_step().cancelled``."""
+    first, _ = alive(bench)
+    _, message = begin(first)
+    mine = claim(first, message)
+    assert isinstance(mine, Claim)
+    step = first.runner._step(mine)
+    assert not step.cancelled
+    clock.advance(60)
+    second, _ = alive(bench)
+    assert isinstance(claim(second, message), Claim)
+    assert step.cancelled
 
 
 @pytest.mark.parametrize("database_kind", ["postgresql"], indirect=True)
@@ -567,6 +585,32 @@ def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
     finally:
         heart.stop()
     assert workers(worker) == []
+
+
+def test_a_worker_that_starts_while_the_last_one_stops_keeps_its_heartbeat(bench: MakeBench) -> None:
+    """RECLAIM-5: in one process; without it, whatever that worker claims is left to its own reclaim deadline."""
+    worker, leaving, go = bench(settings=LEASES), threading.Event(), threading.Event()
+
+    class Slow(Heartbeat):
+        def end(self) -> None:
+            leaving.set()
+            assert go.wait(20)
+            super().end()
+
+    heart = Slow(worker.engine)
+    heart.start()
+    stopping = Background(heart.stop)
+    assert leaving.wait(20)
+    starting = Background(heart.start)
+    eventually(lambda: heart._lock.locked() or not starting.running, because="the start waits, or is over")
+    go.set()
+    stopping.result()
+    starting.result()
+    try:
+        assert worker.engine.heart is heart
+        assert workers(worker) == [heart.id]
+    finally:
+        heart.stop()
 
 
 def test_a_long_outage_is_told_ever_more_rarely(bench: MakeBench) -> None:

@@ -14,6 +14,7 @@ from dramatiq_saga import (
     FlowCancelledError,
     FlowFailedError,
     Settings,
+    current_step,
     get_flow,
 )
 from dramatiq_saga.cli import runs
@@ -513,6 +514,31 @@ def test_a_completed_child_is_undone_in_its_parents_order(every_app: Application
     assert [(undo.sequence, undo.undoes) for undo in handle.compensations()] == [
         (5, "completed"), (4, "completed"), (2, "completed"), (1, "completed"),
     ]  # fmt: skip
+
+
+def test_the_undo_of_a_child_is_told_that_it_is_wanted(app: Application) -> None:
+    """COMP-7, API ``current_step().cancelled``: as the undo of a step is."""
+    ship = app.step("ship")
+
+    @app.actor
+    def recall() -> None:
+        step = current_step()
+        assert step is not None
+        app.calls.append((step.sequence, step.cancelled))
+
+    @app.workflow
+    def shipment(flow: Flow) -> None:
+        return None
+
+    @app.workflow
+    def parent(flow: Flow) -> None:
+        flow.child(shipment).compensate_with(recall).run()
+        flow.action(ship).compensate_with(recall).run()
+        raise ValueError("no")
+
+    handle = app.run(parent)
+    assert app.ended(handle) == "failed"
+    assert app.calls[1:] == [(2, False), (1, False)]
 
 
 def test_a_child_that_has_completed_unseen_is_undone_too(app: Application) -> None:

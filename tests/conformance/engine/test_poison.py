@@ -24,7 +24,7 @@ from dramatiq_saga.step import Delivery, Runner
 class Shop:
     """One step that may be claimed a few times, on a clock of our own."""
 
-    def __init__(self, path: Path, *, limit: int | None, settings: Settings | None = None) -> None:
+    def __init__(self, path: Path, *, limit: int | None = None, settings: Settings | None = None, **options: Any) -> None:
         self.clock = ManualClock()
         self.broker = SQLiteBroker(path, clock=self.clock)
         self.broker.add_middleware(SagaMiddleware(settings=settings))
@@ -43,7 +43,7 @@ class Shop:
             step = flow.action(charge).compensate_with(refund).compensate_step_on_self_failure().reclaim_stale_after(10)
             (step.max_claims(limit) if limit else step).run()
 
-        self.handle: Any = checkout.send()
+        self.handle: Any = checkout.send_with_options(**options)
         self.sender = InlineSender()
         self.runner = Runner(middleware_of(self.broker).engine(self.broker), self.broker, self.sender, inline=True)
         drive(self.runner.engine, self.handle.id, self.sender)
@@ -132,3 +132,19 @@ def test_a_worker_that_stalls_between_claim_and_body_claims_again(sqlite_path: P
     (step,) = shop.handle.actions()
     assert (step.status, step.attempts) == ("completed", 2)
     assert shop.handle.status == "completed"
+
+
+def test_a_worker_that_stalls_until_its_run_is_overdue_does_not_begin_its_step(sqlite_path: Path) -> None:
+    """EXPIRE-1, CLAIM-1: past its reclaim deadline as well, so it claims again, which cannot be; its own mark on the row is no claim."""
+    shop = Shop(sqlite_path, expires_in=10)
+
+    def stall(event: ActionStarted) -> None:
+        shop.clock.advance(11)
+
+    subscribe(stall, ActionStarted)
+    try:
+        shop.deliver(shop.message)
+    finally:
+        unsubscribe(stall)
+    assert shop.ran == ["refund"]  # of a step that may have run, as far as anybody knows
+    assert shop.handle.status == "expired"

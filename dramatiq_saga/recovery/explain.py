@@ -477,7 +477,9 @@ class _Asking:
                 f"{what}_not_before", "the step that it undoes may still be at work (COMP-9); not before", not_before,
                 acts=(*self._held(sequence), *self._comes(posts), self._doctor("R1", not_before, repairs, repair_after)), **known,
             )  # fmt: skip
-        doctor = self._doctor("R1", max(since, not_before or 0), repairs, repair_after)
+        ready = any(post.state == "ready" for post in posts)
+        unless = "older messages wait in its queue" if ready else ""
+        doctor = self._doctor("R1", max(since, not_before or 0), repairs, repair_after, unless=unless)
         return Reason(
             f"{what}_pending", f"no worker has taken it{_LOST if lost else ''}{unknown}, since", since, lost=lost,
             acts=(*self._comes(posts), doctor), advice=self._deliver(posts, queue, lost=lost), **known,

@@ -93,8 +93,8 @@ def errand(flow: Flow, name: str) -> str:
 def stop_after_listing() -> None:
     plain = doctor.find
 
-    def find(engine: Any, rule: Any) -> Any:
-        found = plain(engine, rule)
+    def find(engine: Any, rule: Any, *, joined: bool) -> Any:
+        found = plain(engine, rule, joined=joined)
         if found:
             Gates.from_env().reach(os.environ[STOP_AT])
         return found

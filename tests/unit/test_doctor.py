@@ -11,6 +11,7 @@ from dramatiq_saga import FlowFailedError, FlowHandle, Settings
 from dramatiq_saga.codec import describe_error
 from dramatiq_saga.engine import fence
 from dramatiq_saga.engine.claim import Claim, ClaimAttempt, Job
+from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.errors import WriteRefusedError
 from dramatiq_saga.events import ActionRedispatched, subscribe, unsubscribe
 from dramatiq_saga.recovery import doctor
@@ -77,6 +78,7 @@ def test_a_row_that_has_spent_its_repairs_is_counted_and_left_until_a_kick(make_
     bench = make_bench(settings=settings(max_attempts=2))
     run = pending_step(bench)
     for _ in range(5):
+        bench.lose_messages()
         bench.advance(500)
         report = do_repair(bench)
     assert (report.repaired, report.spent) == (0, 1)
@@ -84,6 +86,39 @@ def test_a_row_that_has_spent_its_repairs_is_counted_and_left_until_a_kick(make_
     run.kick()
     bench.lose_messages()
     bench.advance(500)
+    assert do_repair(bench).steps == 1
+
+
+def test_a_row_whose_turn_has_not_come_in_a_long_queue_is_left_alone(make_bench: MakeBench) -> None:
+    """DOCTOR-1: with a database broker a message that waits behind older ones is not lost, and spends no repair."""
+    bench = make_bench(joins=True)
+    bench.send()  # its drive message is the long queue
+    bench.advance(1)
+    waits_since = bench.clock.now()
+    run = bench.send()
+    bench.engine.store.write(lambda tx: tx.run("DELETE FROM {messages} WHERE enqueued_at >= ?", (waits_since,)))
+    drive(bench.engine, run.id, bench.sender)
+    assert bench.asked() == [("drive", None), ("step", 1)]
+    bench.advance(3600)
+    assert do_repair(bench).steps == 0
+    assert bench.row(run, 1, "repair_attempts") == (0,)
+    bench.write("DELETE FROM {messages} WHERE enqueued_at >= ?", waits_since)  # it cannot be told that it is gone
+    assert do_repair(bench).steps == 0
+    bench.lose_messages()
+    assert do_repair(bench).steps == 1
+
+
+def test_a_repair_that_waits_in_a_long_queue_is_the_last(make_bench: MakeBench) -> None:
+    """DOCTOR-1: what has been sent again and waits is not sent once more, however long that takes, and keeps its repairs for a loss."""
+    bench = make_bench(joins=True)
+    run = pending_step(bench)
+    bench.advance(60)
+    assert do_repair(bench).steps == 1
+    for _ in range(20):
+        bench.advance(500)
+        assert do_repair(bench).steps == 0
+    assert bench.row(run, 1, "repair_attempts") == (1,)
+    bench.lose_messages()
     assert do_repair(bench).steps == 1
 
 
@@ -449,7 +484,7 @@ def test_a_stale_listing_repairs_nothing(bench: Workbench) -> None:
     step, stale, stuck = pending_step(bench), abandoned(bench, reclaim_after=1), bench.send()
     bench.lose_messages()
     bench.advance(60)
-    listed = [(rule, row) for rule in doctor.ROW_RULES for row in doctor.find(bench.engine, rule)]
+    listed = [(rule, row) for rule in doctor.ROW_RULES for row in doctor.find(bench.engine, rule, joined=bench.joins)]
     stuck_runs = doctor.find_stuck(bench.engine)
     assert (len(listed), len(stuck_runs)) == (2, 1)
     assert do_repair(bench).repaired == 3

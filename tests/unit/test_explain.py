@@ -854,7 +854,7 @@ def test_without_the_application_nobody_knows_whether_the_doctor_is_on(joined: W
     )
     assert (reason.acts[-1].on, reason.stuck) == (True, False)
     known = Operator(store, settings=Settings.from_mapping({"repair.enabled": True})).why(run.id).reasons[0]
-    assert known.acts[-1].text.startswith("the doctor sends its message again")
+    assert known.acts[-1].text.startswith("unless older messages wait in its queue, the doctor sends its message again")
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ RETRY_UNCOMMITTED_MS = 1_000
 #: A message outlives its run where that is pruned before it comes, and then its id may be another run's: which one the message is of is
 #: told by when the run was created. A message that does not say so is taken at its word.
 #: test_a_message_of_a_pruned_run_runs_nothing_of_its_namesake
-SAME_RUN = "f.created_at = COALESCE(?, f.created_at)"
+SAME_RUN = "f.created_at + 0 = COALESCE(?, f.created_at)"  # + 0: the run is found by its id, and by no index of moments
 
 _CLAIMABLE = (
     "(status = 'pending' OR (status = 'failed' AND given_up = FALSE) OR (status = 'running' AND reclaim_stale_at <= ?))"

@@ -294,7 +294,7 @@ class SagaMiddleware(Middleware):
                     "dramatiq-saga does not run under gevent: its writes need real threads; start `dramatiq`, not `dramatiq-gevent`"
                 )
             self.engine(broker).store.prepare()
-            self._start_heartbeat(broker)
+            self._start_heartbeat(broker, worker)
         except SagaError as error:
             if isinstance(error, MiddlewareError):
                 raise
@@ -313,14 +313,14 @@ class SagaMiddleware(Middleware):
                 "(Settings.recommended(), which has workers sweep as well)",
             )
 
-    def _start_heartbeat(self, broker: Broker) -> None:
+    def _start_heartbeat(self, broker: Broker, worker: Worker) -> None:
         """Before the first message is taken, so that every claim has a heartbeat behind it (RECLAIM-5)."""
         if not self.settings.reclaim.dead_workers.enabled:
             return
         with self._lock:
             if self._heartbeat is None or self._heartbeat.pid != os.getpid():
                 self._heartbeat = Heartbeat(self.engine(broker))
-        self._heartbeat.start()
+        self._heartbeat.start(worker)
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """Where messages cannot carry what will be due, look for it from here (TIMER-1); sweep, if workers are to (LOOP-1)."""
@@ -332,13 +332,13 @@ class SagaMiddleware(Middleware):
                 self._sweeps = SweepLoop(runner.engine, runner.sender)
         for thread in (self._timers, self._sweeps):
             if thread is not None:
-                thread.start()
+                thread.start(worker)
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """With the last worker of the process its patience ends; others may go on here, and wait out what the store refuses (NATIVE-7)."""
         for thread in (self._timers, self._sweeps):
             if thread is not None:
-                thread.stop()
+                thread.stop(worker)
         with self._lock:
             self._workers.discard(worker)
             if self._runner is not None and not self._workers:
@@ -347,7 +347,7 @@ class SagaMiddleware(Middleware):
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Its threads have ended, or been left behind: no claim is made any more (RECLAIM-5)."""
         if self._heartbeat is not None:
-            self._heartbeat.stop()
+            self._heartbeat.stop(worker)
 
     def before_worker_thread_shutdown(self, broker: Broker, thread: WorkerThread) -> None:
         self._close_thread()

@@ -532,8 +532,6 @@ class Runner:
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
         """Whether the value goes on to Dramatiq: it does where something there asked for it (NATIVE-5)."""
         options, actor = delivery.message.options, self.broker.get_actor(delivery.actor)
-        if options.get("pipe_target") is not None:
-            return True
         for middleware in self.broker.middleware:
             if isinstance(middleware, Results):
                 return bool(options.get("store_results", actor.options.get("store_results", middleware.store_results)))

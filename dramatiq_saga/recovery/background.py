@@ -21,12 +21,12 @@ PATIENCE = 10.0
 
 
 class Background:
-    """One process's thread of a kind. :meth:`start` and :meth:`stop` may be called for every worker in the process."""
+    """One process's thread of a kind. :meth:`start` and :meth:`stop` are called for every worker in the process; again does no harm."""
 
     def __init__(self, engine: Engine, *, thread_name: str) -> None:
         self._engine = engine
         self._thread_name = thread_name
-        self._workers = 0
+        self._workers: set[object] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,24 +51,24 @@ class Background:
 
     # --- its life ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to act, for one worker more. Raises what :meth:`begin` raises."""
+    def start(self, worker: object) -> None:
+        """Begin to act, for this worker too. Raises what :meth:`begin` raises."""
         with self._lock:
             if self._thread is None:
                 self.begin()
                 self._stopping = threading.Event()
                 self._thread = threading.Thread(target=self._run, args=(self._stopping,), name=self._thread_name, daemon=True)
                 self._thread.start()
-            self._workers += 1
+            self._workers.add(worker)
 
-    def stop(self) -> None:
-        """One worker less; with the last one the thread ends, and is waited for.
+    def stop(self, worker: object) -> None:
+        """Not for this worker any more; with the last one the thread ends, and is waited for.
 
         Who else may be here: a worker that starts. It waits until this is over, or :meth:`end` would put an end to what it has begun.
         test_a_worker_that_starts_while_the_last_one_stops_keeps_its_heartbeat
         """
         with self._lock:
-            self._workers = max(0, self._workers - 1)
+            self._workers.discard(worker)
             if self._workers or self._thread is None:
                 return
             thread, self._thread = self._thread, None

@@ -571,9 +571,9 @@ def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
     heart = Heartbeat(worker.engine)
     worker.fail("beat", happened=False, unknown=False)
     with pytest.raises(StoreError):
-        heart.start()
+        heart.start("a worker")
     assert worker.engine.heart is None
-    heart.start()
+    heart.start("a worker")
     try:
         worker.fail("beat", happened=False, unknown=False)
         reached = worker.stop("beat")
@@ -583,7 +583,7 @@ def test_a_heartbeat_survives_a_store_that_refuses(bench: MakeBench) -> None:
         again.wait_reached()
         again.go()
     finally:
-        heart.stop()
+        heart.stop("a worker")
     assert workers(worker) == []
 
 
@@ -598,10 +598,10 @@ def test_a_worker_that_starts_while_the_last_one_stops_keeps_its_heartbeat(bench
             super().end()
 
     heart = Slow(worker.engine)
-    heart.start()
-    stopping = Background(heart.stop)
+    heart.start("the last")
+    stopping = Background(lambda: heart.stop("the last"))
     assert leaving.wait(20)
-    starting = Background(heart.start)
+    starting = Background(lambda: heart.start("a worker"))
     eventually(lambda: heart._lock.locked() or not starting.running, because="the start waits, or is over")
     go.set()
     stopping.result()
@@ -610,7 +610,7 @@ def test_a_worker_that_starts_while_the_last_one_stops_keeps_its_heartbeat(bench
         assert worker.engine.heart is heart
         assert workers(worker) == [heart.id]
     finally:
-        heart.stop()
+        heart.stop("a worker")
 
 
 def test_a_long_outage_is_told_ever_more_rarely(bench: MakeBench) -> None:

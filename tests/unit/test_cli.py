@@ -195,6 +195,8 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     made.write(SHOP, made.name)
     path, modules = list(sys.path), set(sys.modules)
     yield made
+    if made.name in sys.modules:  # the program has loaded it: what its broker keeps beside it would go on
+        made.module.broker.close()
     sys.path[:] = path
     for name in set(sys.modules) - modules:
         if getattr(sys.modules[name], "__file__", "") and str(tmp_path) in str(sys.modules[name].__file__):

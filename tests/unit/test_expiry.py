@@ -307,15 +307,16 @@ def test_the_loop_survives_errors_and_ends_with_the_last_worker(make_bench: Make
 
     monkeypatch.setattr(timer_loop, "look", look)
     loop = TimerLoop(desk.engine, desk.sender, interval=0.001)
-    loop.start()
-    loop.start()
+    loop.start("one")
+    loop.start("another")
     for _ in range(3):
         assert looks.acquire(timeout=20)
     broken.clear()
-    loop.stop()
+    loop.stop("another")
+    loop.stop("another")
     for _ in range(3):
         assert looks.acquire(timeout=20)
-    loop.stop()
+    loop.stop("one")
     assert not [thread for thread in threading.enumerate() if thread.name == "saga-timers"]
 
 

@@ -162,16 +162,17 @@ def test_a_loop_outlives_what_goes_wrong_and_ends_with_the_last_worker(
 
     monkeypatch.setattr(loops, "monitor_in_turn", come)
     loop = SweepLoop(bench.engine, bench.sender)
-    loop.start()
-    loop.start()
+    loop.start("one")
+    loop.start("another")
     for _ in range(3):
         assert came.acquire(timeout=20)
     errors.reverse()
-    loop.stop()
+    loop.stop("another")
+    loop.stop("another")
     for _ in range(3):
         assert came.acquire(timeout=20)
     eventually(lambda: passes(bench).get("repair"), because="a monitor that fails does not keep the doctor from its pass")
-    loop.stop()
+    loop.stop("one")
     assert loop_threads() == []
 
 

@@ -9,7 +9,7 @@ import dramatiq.worker
 import pytest
 from dramatiq.results import Results
 
-from dramatiq_saga import Flow
+from dramatiq_saga import Flow, Settings
 from tests.conformance.engine.test_neighbours import Noting, plus
 from tests.support import store_faults as f
 from tests.support.application import Application, Applications
@@ -263,6 +263,18 @@ def test_a_worker_waits_out_a_refusing_store_whoever_else_has_stopped_in_its_pro
     assert not stopping.is_set()
     app.stop()
     assert stopping.is_set()
+
+
+def test_a_worker_that_is_stopped_twice_ends_nothing_that_its_process_keeps_for_another(applications: Applications) -> None:
+    """RECLAIM-5, LOOP-1: the other one's claims have a heartbeat behind them, and sweeps go on."""
+    app = applications("sqlite", settings=Settings.recommended())
+    app.start(threads=1)
+    other = app.start(threads=1)
+    other.stop()
+    other.stop()
+    assert {"saga-heartbeat", "saga-sweeps"} <= {thread.name for thread in threading.enumerate()}
+    assert app.engine.heart is not None
+    assert app.sql("SELECT COUNT(*) FROM {workers}") == [(1,)]
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])

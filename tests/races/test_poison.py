@@ -182,12 +182,14 @@ def test_a_body_that_may_begin_once_is_not_begun_again_by_the_next_worker(bench:
 # --- what is said of it, and done about it, while it waits -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("joins", [True, False], ids=["queue in the store", "queue elsewhere"])
 @pytest.mark.parametrize(("begin", "actor"), [(at_first_step, "charge"), (undoing_step, "refund")], ids=["step", "undo"])
 def test_the_doctor_leaves_alone_what_waits_for_its_turn_among_suspects(
-    bench: MakeBench, shop: Shop, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]], actor: str
+    bench: MakeBench, shop: Shop, clock: ManualClock, begin: Callable[[Bench], tuple[str, Any]], actor: str, joins: bool
 ) -> None:
     """RECLAIM-6, DOCTOR-1: its message is not lost; once it is, R1 sends another one after the grace."""
     worker = bench(settings=WINDOW)
+    worker.sender.joins = joins
     (_, of_killer), (run, of_neighbour) = begin(worker), begin(worker)
     worker.sender.queue.clear()
     killed(bench, clock, of_killer, of_neighbour)

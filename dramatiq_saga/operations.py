@@ -43,7 +43,7 @@ from .recovery.kick import KickReport, kick
 from .recovery.monitor import MonitorReport
 from .recovery.passes import Skipped
 from .recovery.prune import PruneReport, horizon, prune
-from .recovery.schedule import PRUNE_AT, Plan, Schedule
+from .recovery.schedule import PRUNE_AT, Plan, Schedule, require_apscheduler
 from .recovery.stuck import StuckReport, stuck
 from .recovery.sweep import SweepReport, monitor_in_turn, repair_in_turn, repair_is_off, sweep
 from .report_entries import EntryReport
@@ -528,10 +528,11 @@ class Operator:
     ) -> str:
         """Monitor, repair and prune again and again, until something is put into ``stop``, which is returned (LOOP-1).
 
-        ``tell`` is given the plan, and a line of each pass that has something to say. The rest is as for
+        ``tell`` is given the plan, and a line of each pass that has something to say. The rest, what is raised included, is as for
         :func:`dramatiq_saga.scheduling.add_jobs`.
         """
         engine, sender = self._sweeper("schedule")
+        require_apscheduler()
         plan = Plan.make(
             engine.settings,
             monitor_seconds=monitor_seconds,

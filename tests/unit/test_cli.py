@@ -269,11 +269,40 @@ def test_a_module_that_breaks_is_named_with_its_line(shop: Shop) -> None:
     assert f"{name}.py, line 2" in done.err
 
 
+class Without:
+    """As if a package were not installed."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] == self.missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def test_a_module_whose_own_import_is_missing_is_told_from_a_missing_module(shop: Shop) -> None:
     name = shop.write("import not_installed_here\n")
     done = shop.plainly("--app", name, "list")
     assert done.status == 1
     assert f"module '{name}' cannot be imported: No module named 'not_installed_here'" in done.err
+    assert "extra" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "extra"),
+    [("redis", "dramatiq.brokers.redis", "redis"), ("pika", "dramatiq.brokers.rabbitmq", "rabbitmq")],
+)
+def test_a_brokers_package_that_is_missing_names_the_extra(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, missing: str, module: str, extra: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
+    done = shop.plainly("--app", shop.write(f"import {module}\n"), "list")
+    assert done.status == 1
+    assert f"No module named '{missing}'" in done.err
+    assert f"pip install 'PATH-OF-THE-CHECKOUT[{extra}]'" in done.err
 
 
 def test_a_module_without_a_broker_does_not_get_one_made_up(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,7 +376,7 @@ def _at(engine: Engine, run: tuple[Any, ...], row: _Row | None, sequence: int) -
         if liveness.is_on(engine.settings) and liveness.is_watched(row.worker_id):
             lease = engine.settings.reclaim.dead_workers.lease_seconds
             frees.append(f"once its worker has not been heard from for {lease:g} seconds (its lease)")
-        return f"{run[0]}, and the undo of step {sequence} may be run again by another worker {', or '.join(frees)}"
+        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker and run again, {', or '.join(frees)}"
     return f"{run[0]}, and the undo of step {sequence} is {row.status}"
 
 

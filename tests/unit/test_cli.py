@@ -678,6 +678,19 @@ def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
     assert "may be claimed again since 1970-01-01 00:00:00.001Z" in shop("show", run.id).out
 
 
+def test_show_says_of_an_undo_of_a_later_level_that_its_turn_has_not_come(shop: Shop) -> None:
+    """COMP-1: no worker can take it yet."""
+    run_id = shop("send", "withdrawal").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop("cancel", run_id, "--compensate")
+    undos = [line.strip() for line in shop("show", run_id).lines if "undo by refund" in line]
+    behind = "undo by refund: pending: its turn comes when the undos before it have ended"
+    assert undos == [behind, behind, "undo by refund: pending: next is try 1 of 1, as soon as a worker takes it"]
+    shop.work_until(lambda: run.status == "cancelled")
+    assert "its turn comes" not in shop("show", run_id).out
+
+
 def test_show_tells_who_is_at_a_step_and_when_that_was_heard_from(shop: Shop) -> None:
     """RECLAIM-5: in the future, so that the worker lives however slow the machine is. The application has leases off."""
     run = shop.failed_once()
@@ -1089,6 +1102,14 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     assert "  step 3 (ship, running): left alone: it is running, and nothing says when its worker may be given up" in left.out
     value = shop("kick", run.id, "--json").value
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
+
+
+def test_kick_of_a_run_that_is_parked_on_nothing_says_that(shop: Shop) -> None:
+    """KICK-1."""
+    run = shop.start()
+    assert shop("kick", run.id).lines == [
+        f"run {run.id} of checkout is pending: sent to be driven again, with new repairs; it is parked on nothing that could be sent again"
+    ]
 
 
 def test_kick_says_what_a_run_waits_for_that_nothing_is_sent_for(shop: Shop) -> None:

@@ -862,7 +862,7 @@ def test_an_undo_that_is_run_again_is_not_abandoned_and_the_refusal_says_when(ma
     reserve(bench)
     with pytest.raises(RefusedError) as refused:
         operator(bench).abandon_undo(run.id, 2)
-    assert "the undo of step 2 may be run again by another worker" in str(refused.value)
+    assert "the undo of step 2 will be taken from its worker and run again, " in str(refused.value)
     moment = "once its worker has not been heard from for 60 seconds (its lease)"
     assert (moment if behind == "lease" else f"from {to_iso(until)} on (its reclaim window)") in str(refused.value)
     assert "ends the undo's level" not in str(refused.value)

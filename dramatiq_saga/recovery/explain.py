@@ -508,7 +508,7 @@ class _Asking:
             kind, at = f"{what}_suspect", next_try_at
             text = (
                 f"it was claimed {_times(claims)} and never reported: its worker is gone, and may have died of it; it waits for its turn among "
-                "such steps (RECLAIM-6)"
+                "such steps"
             )
         elif begun:
             text = f"it was given back, and may have done its work (claim {attempts}); no worker has taken it again"

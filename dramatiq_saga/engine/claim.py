@@ -6,7 +6,8 @@ wants the step, or that the message belongs to an earlier retry cycle: nothing r
 
 Who else may be here: a second delivery of the same message, a reclaim, a cancel, a rollback being planned. They all change
 the row or the run in one statement too; of two, the second finds a condition that no longer holds. Proven by
-``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``.
+``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``. Long because the conditions of steps and of undos, with leases and
+without, on every database, have to be read side by side.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from . import liveness, notify, undoing
 from .claim import idempotency_key
 from .replay import HoldRun
 from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
+from .wakes import THIS_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -46,7 +47,7 @@ _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "
     "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _INSERT = (
     "INSERT INTO {compensation_runs} (run_id, sequence, level, actor, queue, priority, options, args, undoes, undoes_key, policy, "
@@ -287,9 +288,7 @@ def enter(
     """
     if not holds(tx, snapshot.run_id, plan):
         return 0
-    landed = tx.run(
-        _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
-    )
+    landed = tx.run(_ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, *snapshot.version_read))
     if landed:
         first = {message.sequence for message in plan.messages}
         for row in plan.rows:

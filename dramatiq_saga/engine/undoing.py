@@ -208,9 +208,9 @@ class Next:
     error: str | None = None
     undone: list[int] = field(default_factory=list)
 
-    def asks(self) -> tuple[bool, list[tuple[int, int]]]:
+    def asks(self) -> tuple[bool, list[tuple[int, int, int | None]]]:
         """Whether the run is to end, and the messages by what they would claim."""
-        return self.finished, [(message.sequence, message.attempts) for message in self.messages]
+        return self.finished, [(message.sequence, message.attempts, message.created_at) for message in self.messages]
 
 
 def completed(claim: Claim) -> Outcome:

@@ -6,7 +6,8 @@ wants the step, or that the message belongs to an earlier retry cycle: nothing r
 
 Who else may be here: a second delivery of the same message, a reclaim, a cancel, a rollback being planned. They all change
 the row or the run in one statement too; of two, the second finds a condition that no longer holds. Proven by
-``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``.
+``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``. Long because the conditions of steps and of undos, with leases and
+without, on every database, have to be read side by side.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 #: When a message is tried again whose claim did not survive its commit, in milliseconds.
 RETRY_UNCOMMITTED_MS = 1_000
+
+#: How the mark of a claim begins that was made without a message, by a loop in its caller's process (SYNC-1).
+INLINE = "inline/"
 
 #: A message outlives its run where that is pruned before it comes, and then its id may be another run's: which one the message is of is
 #: told by when the run was created. A message that does not say so is taken at its word.
@@ -181,6 +185,7 @@ class Lost:
     undoing: bool  # a rollback of the run is going on
     overdue: bool = False  # the deadline of the step, or of its run, has passed
     uncommitted: bool = False  # to no rival, but to its own commit
+    delivery: str | None = None  # the row's mark, where it is this attempt's own: its claim had landed, and is no more
 
 
 class ClaimAttempt:
@@ -195,7 +200,7 @@ class ClaimAttempt:
     def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None, inline: bool = False) -> None:
         self.engine = engine
         self.job = job
-        self.delivery = f"{job.message_id}/{nonce}"[:64]
+        self.delivery = (f"{INLINE}{nonce}" if inline else f"{job.message_id}/{nonce}")[:64]
         self.time_limit_ms = time_limit_ms
         self.inline = inline
         self._lease: int | None = None  # when the lease behind a row ends that another worker holds
@@ -333,7 +338,10 @@ class ClaimAttempt:
             overdue = deadline is not None and deadline <= self._at
             if overdue:
                 retry_at = None  # whatever ends it now, nothing of it begins: the message has nothing left to do
-        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
+        return Lost(
+            job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue,
+            delivery=delivery if delivery == self.delivery else None,
+        )  # fmt: skip
 
     def _free_at(self, row: tuple[Any, ...], stale_at: int | None) -> int | None:
         """The earliest moment at which the row's worker may lose it: its reclaim deadline, or the end of its worker's lease."""

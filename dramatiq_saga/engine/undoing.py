@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..clock import to_iso
 from ..codec import describe_error, load_error
 from ..errors import (
     CompensationFailedError,
@@ -31,8 +32,9 @@ from ..errors import (
 )
 from ..journal import history
 from . import children, liveness, notify
-from .claim import SAME_RUN, Claim, Job
+from .claim import SAME_RUN, Claim, Job, Lost
 from .rows import Group, Outgoing
+from .wakes import LOCK_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -112,10 +114,13 @@ _RENEW = (
 _REFILL = "UPDATE {compensation_runs} SET sent_at = NULL, repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND status = 'pending'"
 _PASS_OVER = "UPDATE {compensation_runs} SET policy = 'continue' WHERE run_id = ? AND actor = '' AND status = 'failed'"
 _SENT = "UPDATE {compensation_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND status = 'pending'"
-_HELD = (
-    "SELECT 1 FROM {compensation_runs} c JOIN {action_runs} a ON a.run_id = c.run_id AND a.sequence = c.sequence "
-    "WHERE c.run_id = ? AND c.sequence = ? AND c.status = 'pending' AND c.not_before IS NOT NULL AND a.attempts = ? AND a.delivery = ?"
+# The last claim of a step that was settled over its head, and that is undone all the same; until its body is over, its worker stands there.
+_FENCED = (
+    "run_id = ? AND sequence = ? AND status IN ('cancelled', 'expired') AND comp_on_self_failure = TRUE AND worker_id IS NOT NULL "
+    "AND attempts = ? AND delivery = ?"
 )
+_IS_FENCED = f"SELECT 1 FROM {{action_runs}} WHERE {_FENCED}"
+_BODY_IS_OVER = f"UPDATE {{action_runs}} SET worker_id = NULL WHERE {_FENCED}"
 _RELEASE_HELD = (
     "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ? AND status = 'pending' "
     "AND not_before IS NOT NULL"
@@ -360,18 +365,22 @@ def abandon(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
             advance(engine, run_id, sender, None)  # an earlier call may have failed to send the next undo
             return False
         if row is None or run[1] != "running" or not row.left_alone(engine):
-            raise ConcurrentTransitionError(run_id, f"rid of the undo of step {sequence}", _at(run, row, sequence))
+            raise ConcurrentTransitionError(run_id, f"rid of the undo of step {sequence}", _at(engine, run, row, sequence))
         job = Job("compensation", run_id, sequence, 0, row.attempts, "")
         if settle(engine, unfinished(job, row.actor, row.attempts), sender, None):
             return True
 
 
-def _at(run: tuple[Any, ...], row: _Row | None, sequence: int) -> str:
+def _at(engine: Engine, run: tuple[Any, ...], row: _Row | None, sequence: int) -> str:
     """Why the undo of a step is not one to be abandoned."""
     if row is None:
         return f"{run[0]}, and no undo of step {sequence} is planned"
     if row.status == "running":
-        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker once that is given up (reclaim, or a lease)"
+        frees = [] if row.reclaim_stale_at is None else [f"from {to_iso(row.reclaim_stale_at)} on (its reclaim window)"]
+        if liveness.is_on(engine.settings) and liveness.is_watched(row.worker_id):
+            lease = engine.settings.reclaim.dead_workers.lease_seconds
+            frees.append(f"once its worker has not been heard from for {lease:g} seconds (its lease)")
+        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker and run again, {', or '.join(frees)}"
     return f"{run[0]}, and the undo of step {sequence} is {row.status}"
 
 
@@ -463,11 +472,13 @@ def side_by_side(
 def _failure(failures: Sequence[_Row]) -> str | None:
     if not failures:
         return None
-    parts = []
+    parts, unfinished_only = [], True
     for row in failures:
         cause = load_error(row.error) if row.error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {row.sequence} ({row.actor}): {in_one_line(cause['type'], cause['message'])}")
-    unfinished_only = all(row.error and load_error(row.error)["type"] == _UNFINISHED for row in failures)
+        unfinished = cause["type"] == _UNFINISHED  # which names the undo itself
+        unfinished_only = unfinished_only and unfinished
+        said = in_one_line(cause["type"], cause["message"])
+        parts.append(cause["message"] if unfinished else f"undo of step {row.sequence} ({row.actor}): {said}")
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 
@@ -521,19 +532,25 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
 # --- sending again ---------------------------------------------------------------------------------------------------
 
 
-def body_reported(engine: Engine, claim: Claim | StepOutcome, sender: Sender) -> None:
-    """The body of a step that a rollback has fenced has ended: an undo that was held back until then may go (COMP-9).
+def body_reported(engine: Engine, claim: Claim | StepOutcome | Lost, sender: Sender) -> None:
+    """The body of a step that has expired, or that a rollback has fenced, has ended, or will never begin: no undo waits for it (COMP-9).
 
-    Only the report of the step's last claim counts: while one that was reclaimed reports, its successor may still be at work.
+    Only the step's last claim counts: while one that was reclaimed reports, its successor may still be at work.
     test_an_undo_does_not_take_the_report_of_an_earlier_claim_for_that_of_the_last
+
+    Who else may be here: a rollback being planned, which has found the body at work. The run's row first (DRIVE-7), so that plan finds
+    the body over and is drafted again, or its undo is let go here.
+    test_a_plan_loses_to_a_refused_report_that_lands_while_it_is_made
     """
-    run_id, sequence = claim.job.run_id, claim.job.sequence
+    run_id, sequence = key = claim.job.run_id, claim.job.sequence
+    mark = (*key, claim.attempts, claim.delivery)
 
     def operation(tx: Tx) -> bool:
-        return bool(tx.run(_RELEASE_HELD, (run_id, sequence)))
+        if tx.dialect != "sqlite":
+            tx.one(LOCK_RUN, (run_id,))
+        return bool(tx.run(_BODY_IS_OVER, mark) and tx.run(_RELEASE_HELD, key))
 
-    held = engine.store.read(lambda tx: tx.one(_HELD, (run_id, sequence, claim.attempts, claim.delivery)))
-    if held and engine.store.write(operation):
+    if engine.store.read(lambda tx: tx.one(_IS_FENCED, mark)) and engine.store.write(operation):
         resend(engine, run_id, sequence, sender)
 
 

@@ -123,7 +123,7 @@ class Cancelled:
     """The answer to a cancel.
 
     ``changed`` is false where the run already was cancelled or rolling back. ``stands`` is the work that is left as it is,
-    that of steps that were running included; ``undone`` are the steps that have been undone. ``left`` and ``never`` are what the
+    that of steps that were running, or had been, included; ``undone`` are the steps that have been undone. ``left`` and ``never`` are what the
     rollback has still to undo, or, where ``rollback`` is ``halted``, what it has not undone, children included: see
     :class:`Resumed`. ``children`` are those that had completed or were open before it, each with what becomes of it, in words (CHILD-3).
     ``ends_as`` is the end that a rollback leads to, which may have begun as a failure: ``None`` where there was none.
@@ -329,9 +329,13 @@ class Operator:
         return Sent(handle.id, workflow, not there)
 
     def worked(self, run_id: str) -> tuple[RunReport, list[StepReport]]:
-        """A run, and its steps that have done their work or are at it: what a cancel would leave standing."""
+        """A run, and its steps that have done their work, are at it or may have been: what a cancel would leave standing."""
         report = self.show_run(run_id)
-        return report, [step for step in report.steps if step.row.status in ("completed", "running") or step.did_its_work]
+        worked = [
+            step for step in report.steps
+            if step.row.status in ("completed", "running") or step.was_begun or step.did_its_work
+        ]  # fmt: skip
+        return report, worked
 
     def cancel(self, run_id: str, *, reason: str | None = None) -> Cancelled:
         """End a run and leave its work as it is.
@@ -378,8 +382,8 @@ class Operator:
     def _answer(
         self, run_id: str, found: RunReport, worked: list[StepReport], *, changed: bool, undoes: bool
     ) -> Cancelled:  # fmt: skip
-        """What a cancel has led to. ``found`` and ``worked`` are from before it: what was running then is cancelled now, whatever it
-        has done."""
+        """What a cancel has led to. ``found`` and ``worked`` are from before it: what was running then, or had been, is cancelled now,
+        whatever it has done."""
         report = self.show_run(run_id)
         before = {step.row.sequence for step in worked}
         stands = [

@@ -98,6 +98,11 @@ class StepReport:
     lease: Lease | None = None
 
     @property
+    def was_begun(self) -> bool:
+        """See :func:`was_begun`."""
+        return was_begun(self.row)
+
+    @property
     def did_its_work(self) -> bool:
         """Whether it has failed only because its result could not be kept: a rollback undoes it (CODEC-2)."""
         return self.row.error is not None and self.row.error["type"] == _UNSTORABLE
@@ -209,6 +214,11 @@ def _common(row: ActionView | CompensationView, report: StepReport | Compensatio
         "reclaim_at": to_iso(row.reclaim_stale_at), "repair_attempts": report.repair_attempts,
         "error": row.error, "created_at": to_iso(row.created_at), "started_at": to_iso(row.started_at), "ended_at": to_iso(row.ended_at),
     }  # fmt: skip
+
+
+def was_begun(row: ActionView | CompensationView) -> bool:
+    """Whether a row is pending again after a claim that has not reported: its body may have begun, and may have done its work."""
+    return row.status == "pending" and row.started_at is not None and row.attempts > row.tries
 
 
 def _next_try(row: ActionView | CompensationView, of: int | None, not_before: int | None) -> NextTry | None:

@@ -46,7 +46,7 @@ from .errors import (
 from .interrupts import Body, disarm, shielded
 from .overlaps import Overlaps
 from .store.trouble import is_trouble
-from .suspects import AGAIN_MS, Suspects
+from .suspects import AGAIN_MS, Suspects, is_alone
 
 if TYPE_CHECKING:
     from dramatiq import Broker, Message
@@ -75,6 +75,8 @@ _STANDS = (
 )
 _STEP_STANDS = _STANDS % ("action_runs", "f.ended_at IS NULL AND f.status <> 'rolling_back'")
 _UNDO_STANDS = _STANDS % ("compensation_runs", "f.rollback = 'running'")
+_WAITS = "UPDATE {%s} SET next_try_at = ? WHERE run_id = ? AND sequence = ? AND status = 'pending' AND attempts = ?"
+_STEP_WAITS, _UNDO_WAITS = _WAITS % "action_runs", _WAITS % "compensation_runs"
 _RUN = "SELECT workflow, queue, priority FROM {flow_runs} WHERE id = ?"
 _UNDONE_STEP = "SELECT actor FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _UNDONE_CHILD = "SELECT workflow FROM {children} WHERE run_id = ? AND sequence = ?"
@@ -197,7 +199,8 @@ class Delivery:
         self.damaged = not (known and type(run) is str and type(cycle) is int and type(attempts) is int)
         self.attempt: ClaimAttempt | None = None
         self.claim: Claim | None = None
-        self.suspect: bool = facts.get("suspect") is True  # put back before, for it may have killed a worker (RECLAIM-6)
+        # Put back before, for it may have killed a worker (RECLAIM-6): whether it has to be alone; None where it was not.
+        self.suspect: bool | None = facts["suspect"] if isinstance(facts.get("suspect"), bool) else None
         self.lapses = 0  # of this process's heartbeat, when the claim was made
         self.lock: Lock | None = None  # taken, or asked for
         self.back_in: int | None = None  # put back, due after so many milliseconds: another message has the lock (LOCK-1)
@@ -310,8 +313,8 @@ class Runner:
             if delivery.interrupts or delivery.back_in is not None:
                 self.put_back(delivery, delivery.back_in or 0)
                 return
-            if delivery.suspect and not self.suspects.enter(delivery):
-                self.put_back(delivery, AGAIN_MS)
+            if delivery.suspect is not None and not self.suspects.enter(delivery, alone=delivery.suspect):
+                self._wait_for_turn(delivery, job)
                 return
             if self._is_held_elsewhere(delivery):
                 return
@@ -329,15 +332,18 @@ class Runner:
                 self._lost(delivery, found)
                 return
             delivery.claim, delivery.state, claim = found, "claimed", found
-        if delivery.body is None and claim.claims > (claim.max_claims or self.engine.settings.reclaim.max_claims):
+        limit = claim.max_claims or self.engine.settings.reclaim.max_claims
+        if delivery.body is None and claim.claims > limit:
             self.persist(lambda: self._poisoned(delivery, claim))
             return
-        if delivery.body is None and claim.claims > 1 and not self.inline and not self.suspects.enter(delivery):
-            # test_a_step_that_kills_its_workers_takes_its_neighbours_down_once
-            facts = delivery.message.options[OPTION]
-            delivery.message.options[OPTION] = {**facts, "attempts": claim.attempts, "suspect": True}
-            self._release(delivery, claim, delay=AGAIN_MS)
-            return
+        if delivery.body is None and claim.claims > 1 and not self.inline:
+            alone = is_alone(claim.claims, limit)
+            if not self.suspects.enter(delivery, alone=alone):
+                # test_a_step_that_kills_its_workers_takes_its_neighbours_down_twice
+                facts = delivery.message.options[OPTION]
+                delivery.message.options[OPTION] = {**facts, "attempts": claim.attempts, "suspect": alone}
+                self._release(delivery, claim, delay=AGAIN_MS)
+                return
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
             options = delivery.message.options
@@ -483,7 +489,7 @@ class Runner:
                 # At most once: its body has begun. test_a_body_that_may_begin_once_is_not_begun_again_by_the_next_worker
                 self.persist(lambda: self._cut_short(delivery, claim, failure))
             else:
-                self._release(delivery, claim)
+                self._release(delivery, claim, begun=True)
             if self.inline:
                 delivery.failure = failure
             return
@@ -553,8 +559,11 @@ class Runner:
 
     # --- ways that end without an outcome ----------------------------------------------------------------------------
 
-    def _release(self, delivery: Delivery, claim: Claim, *, delay: int = 0) -> None:
-        """Give the claim back by its token and the message with it, due after ``delay`` ms: no try spent (NATIVE-4, FENCE-5)."""
+    def _release(self, delivery: Delivery, claim: Claim, *, delay: int = 0, begun: bool = False) -> None:
+        """Give the claim back by its token and the message with it, due after ``delay`` ms: no try spent (NATIVE-4, FENCE-5).
+
+        ``begun``: the body was at work.
+        """
         message, broker = cast("Any", delivery.message), cast("Any", self.broker)
 
         def part() -> None:
@@ -564,7 +573,7 @@ class Runner:
             again = broker.prepare(_as_asked_for(delivery), delay=delay or None) if joins else None
 
             def operation(tx: Tx) -> bool:
-                landed = give_back(tx, self.engine, claim, now=now)
+                landed = give_back(tx, self.engine, claim, now=now, due_at=now + delay if delay else None, begun=begun)
                 if again is not None:
                     broker.stage(tx, again, message.reservation)
                 return landed
@@ -617,15 +626,26 @@ class Runner:
         """The message again, as if it had not been delivered: nothing has been claimed or decided."""
         self._end_without_outcome(delivery, lambda: self._send_back(delivery, delay))
 
-    def _send_back(self, delivery: Delivery, delay: int) -> None:
+    def _wait_for_turn(self, delivery: Delivery, job: Job) -> None:
+        """A suspect's message again, before any claim; its row says when, so that R1 does not take it for lost meanwhile (DOCTOR-1).
+
+        Who else may be here: a copy of the message, which has claimed the row since and given it back. The row then has another count, and
+        what it says is that copy's. test_the_doctor_leaves_alone_what_waits_for_its_turn_among_suspects
+        """
+        self._end_without_outcome(delivery, lambda: self._send_back(delivery, AGAIN_MS, waits=job))
+
+    def _send_back(self, delivery: Delivery, delay: int, *, waits: Job | None = None) -> None:
         """With a database broker the message's row goes back, which is a write of its own."""
         message, broker = cast("Any", delivery.message), cast("Any", self.broker)
 
         def operation(tx: Tx) -> None:
-            if not message.settled:
+            if waits is not None:
+                sql = _STEP_WAITS if waits.kind == "step" else _UNDO_WAITS
+                tx.run(sql, (self.engine.now() + delay, waits.run_id, waits.sequence, waits.attempts))
+            if self.sender.joins and not message.settled:
                 broker.release(tx, message.reservation, delay=delay)
 
-        if self.sender.joins:
+        if self.sender.joins or waits is not None:
             self.engine.store.write(operation)
         self._went_back(delivery, delay)
 

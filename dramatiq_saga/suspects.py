@@ -1,9 +1,13 @@
-"""Steps that may have killed a worker run one at a time in a process (RECLAIM-6).
+"""Steps that may have killed a worker, and who may be at work beside them in a process (RECLAIM-6).
 
-When a process dies, everything that it was at is left without an outcome: the step that has killed it, and its neighbours. All of them come
-back at the same moment, and were they taken up together, the killer would take the same neighbours down again, claim after claim, until
-they are all given up for its sake. So what has been claimed before without an outcome is a suspect, and a process has one suspect
-at a time: another one is put back for a moment, unspent. A neighbour then loses one claim to a killer, and is past it.
+When a process dies, everything that it was at is left without an outcome: what has killed it, if anything has, and its neighbours. All
+of them come back at the same moment. Most deaths are nobody's doing (a deployment, the machine, its power), so after the first one all
+are taken up together. After the second one they are not: were they, a killer would take the same neighbours down claim after
+claim, until they are all given up for its sake. What has been claimed twice without an outcome, or may be claimed no more after this, is
+alone among the suspects of its process, and others are put back for a moment, unspent. A neighbour then loses two claims to the killer that
+it has died with first, one to any other, and never its last to one that has killed before.
+
+Must never hold back what has not been claimed before.
 """
 
 from __future__ import annotations
@@ -19,18 +23,26 @@ if TYPE_CHECKING:
 AGAIN_MS = 2_000
 
 
+def is_alone(claims: int, limit: int) -> bool:
+    """Whether what is claimed for the ``claims``-th time without an outcome, and may be ``limit`` times, has no suspect beside it."""
+    return claims > 2 or claims >= limit
+
+
 class Suspects:
-    """The one suspect that this process is at, if any."""
+    """The suspects that this process is at: any number of them, or one that is alone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside: weakref.ref[Delivery] | None = None
+        self._inside: list[tuple[weakref.ref[Delivery], bool]] = []
 
-    def enter(self, delivery: Delivery) -> bool:
-        """Whether ``delivery`` is the one; it remains so until it is over (an abandoned one, until it is forgotten)."""
+    def enter(self, delivery: Delivery, *, alone: bool) -> bool:
+        """Whether ``delivery`` may be at work now; it is inside until it is over (an abandoned one, until it is forgotten)."""
         with self._lock:
-            inside = self._inside() if self._inside is not None else None
-            if inside is not None and inside is not delivery and inside.state in ("new", "claimed"):
-                return False
-            self._inside = weakref.ref(delivery)
-            return True
+            others = [(one, by_itself) for one, by_itself in self._inside if _is_at_work(one(), delivery)]
+            let_in = not others or not (alone or others[0][1])
+            self._inside = [*others, (weakref.ref(delivery), alone)] if let_in else others
+            return let_in
+
+
+def _is_at_work(one: Delivery | None, but: Delivery) -> bool:
+    return one is not None and one is not but and one.state in ("new", "claimed")

@@ -257,6 +257,8 @@ def _work(steps: Sequence[StepReport]) -> list[str]:
     for step in steps:
         if step.row.status == "running":
             note = "is at work: its outcome would be refused"
+        elif step.was_begun:
+            note = "was at work and has not reported: it may have done its work"
         elif step.undo is None:
             note = "nothing undoes it"
         else:

@@ -13,7 +13,7 @@ from typing import Any
 from ..engine.liveness import name_of
 from ..operations import Operator
 from ..report_entries import EntryReport, RetryReport
-from ..reports import CompensationReport, RunReport, StepReport
+from ..reports import CompensationReport, RunReport, StepReport, was_begun
 from .answer import Answer, cell, cut, duration, error_line, moment, relative, table, times
 
 #: Members of a parallel block that are shown one by one; of a larger one, those that have something to say.
@@ -115,7 +115,7 @@ class Blocks:
     def leaves_out(self, step: StepReport) -> bool:
         """Whether a member of a large block has nothing to say that the count does not say: done, cancelled, or waiting for its turn."""
         row = step.row
-        quiet = row.status in ("completed", "cancelled") or (row.status == "pending" and not row.tries)
+        quiet = row.status in ("completed", "cancelled") or (row.status == "pending" and not row.tries and not step.was_begun)
         return row.block in self._large and quiet and (step.compensation is None or step.compensation.row.status == "completed")
 
     def left_out(self, entry: EntryReport) -> list[str]:
@@ -260,6 +260,9 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
             f"not before {moment(upcoming.at)} ({relative(upcoming.at or 0, now)})" if held else "as soon as a worker takes it"
         )
         again = f"; sent again {times(report.repair_attempts, 'time', 'times')} by the doctor" if report.repair_attempts else ""
+        if was_begun(row):
+            again += f"; it was claimed before (claim {row.attempts}), and may have done its work"
+            when = "when its turn comes among what has died before" if row.next_try_at is not None else when
         return f"{status}: next is {_try(upcoming.number, of)}, {when}{again}"
     if row.status == "running" and row.given_up:
         return f"{status} since {moment(row.started_at or 0)}, and left behind: its level ended without it; a late report is still recorded"

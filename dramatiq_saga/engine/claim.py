@@ -366,20 +366,29 @@ def idempotency_key(run_id: str, sequence: int, cycle: int) -> str:
     return f"{run_id}:{sequence}:{cycle}"
 
 
+# A pending row that has a start may have been at work: this claim's body has begun, or an earlier claim was made.
 _GIVE_BACK = (
-    "UPDATE {%s} SET status = 'pending', started_at = NULL, worker_id = NULL, reclaim_stale_at = NULL, claims = claims - 1 "
+    "UPDATE {%s} SET status = 'pending', started_at = CASE WHEN attempts > ? THEN started_at ELSE NULL END, worker_id = NULL, "
+    "reclaim_stale_at = NULL, next_try_at = ?, claims = claims - 1 "
     "WHERE run_id = ? AND sequence = ? AND status = 'running' AND attempts = ? AND delivery = ?"
 )
 _GIVE_BACK_STEP = _GIVE_BACK.replace("%s", "action_runs")
 _GIVE_BACK_COMPENSATION = _GIVE_BACK.replace("%s", "compensation_runs")
 
 
-def give_back(tx: Tx, engine: Engine, claim: Claim, *, now: int) -> bool:
-    """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more."""
+def give_back(
+    tx: Tx, engine: Engine, claim: Claim, *, now: int, due_at: int | None = None, begun: bool = False
+) -> bool:  # fmt: skip
+    """Undo a claim by its token: ``pending`` again, no try spent (NATIVE-4, FENCE-5). False where it is ours no more.
+
+    ``begun``: the body was at work, and the row keeps its start, as it does where an earlier claim may have begun it. ``due_at``: when its
+    message comes again, where that is put off; until then, and for a grace, nobody takes that for lost (DOCTOR-1).
+    """
     sql = _GIVE_BACK_STEP if claim.job.kind == "step" else _GIVE_BACK_COMPENSATION
     if tx.dialect != "sqlite":
         tx.one(LOCK_RUN, (claim.job.run_id,))  # DRIVE-7: a plan that is being written finds the step as it was, or as it is now
-    if not tx.run(sql, (claim.job.run_id, claim.job.sequence, claim.attempts, claim.delivery)):
+    key = (claim.job.run_id, claim.job.sequence, claim.attempts, claim.delivery)
+    if not tx.run(sql, (0 if begun else 1, due_at, *key)):
         return False
     kind = history.ACTION_RELEASED if claim.job.kind == "step" else history.COMPENSATION_STEP_RELEASED
     engine.record(

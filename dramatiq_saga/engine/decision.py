@@ -73,7 +73,7 @@ _OPEN_RETRY_WAIT = (
 )
 _RETRY_STEP = (
     "UPDATE {action_runs} SET status = 'pending', given_up = FALSE, cycle = cycle + 1, tries = 0, claims = 0, ended_at = NULL, "
-    "next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = ? WHERE run_id = ? "
+    "started_at = NULL, next_try_at = NULL, reclaim_stale_at = NULL, sent_at = ?, repair_attempts = 0, repair_after = ? WHERE run_id = ? "
     "AND sequence = ? AND cycle = ? AND (status = 'awaiting_retry' OR (status = 'failed' AND given_up = TRUE))"
 )
 _FAIL_STEP = (

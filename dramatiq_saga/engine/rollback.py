@@ -33,12 +33,12 @@ _UNDOABLE = "run_id = ? AND (comp_actor IS NOT NULL OR comp_from_result = TRUE)"
 _STEPS = (
     "SELECT sequence, status, given_up, attempts, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, "
     "comp_on_self_failure, comp_policy, comp_reclaim_stale_after_seconds, comp_group, comp_parallel, reclaim_stale_at, time_limit_at, "
-    f"worker_id, {liveness.seen_sql('worker_id')} FROM {{action_runs}} WHERE {_UNDOABLE}"
+    f"worker_id, {liveness.seen_sql('worker_id')}, claims FROM {{action_runs}} WHERE {_UNDOABLE}"
 )
 # A child that has not completed undoes itself, or is closed (CHILD-3): there is nothing of it to undo here.
 _CHILDREN = (
     "SELECT sequence, status, FALSE, 0, cycle, error, comp_actor, comp_args, comp_options, comp_from_result, FALSE, comp_policy, "
-    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, NULL, NULL "
+    "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, NULL, NULL, 0 "
     f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
 _STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
@@ -108,6 +108,7 @@ class _Undoable(NamedTuple):
     limit_at: int | None
     worker_id: str | None
     seen_at: int | None
+    claims: int
 
 
 def draft(
@@ -190,7 +191,7 @@ def _planned(
     engine: Engine, run_id: str, entry: StepEntry | ChildEntry, row: _Undoable, spec: CompensationSpec | None, now: int
 ) -> dict[str, Any] | None:
     """One compensation row, or ``None`` where this step is not to be undone."""
-    undoes = _undoes(entry, bool(row.on_self_failure))
+    undoes = _undoes(entry, bool(row.on_self_failure), row.claims)
     if undoes is None:
         return None
     actor, args, options_text = row.comp_actor, row.comp_args, row.comp_options
@@ -226,8 +227,12 @@ def _planned(
     }
 
 
-def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool) -> str | None:
-    """What the step left behind: ``completed``, ``failed``, ``unknown``; ``None`` where nothing is to be undone (COMP-5, COMP-7)."""
+def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool, claims: int) -> str | None:
+    """What the step left behind: ``completed``, ``failed``, ``unknown``; ``None`` where nothing is to be undone (COMP-5, COMP-7).
+
+    ``claims`` have not reported. Such a step may have failed all the same, its message refused after its worker's death (NATIVE-3):
+    test_a_step_that_is_refused_after_its_worker_has_died_is_undone_as_one_that_may_have_done_its_work
+    """
     if entry.status == "completed":
         return "completed"
     if isinstance(entry, ChildEntry):
@@ -240,7 +245,7 @@ def _undoes(entry: StepEntry | ChildEntry, on_self_failure: bool) -> str | None:
         return None
     between_tries = entry.status == "expired" and kind != "StepExpiredError"
     if entry.status in ("failed", "optional_failed", "awaiting_retry") or between_tries:
-        return "unknown" if kind in ("TimeLimitExceeded", "StepInterruptedError") else "failed"
+        return "unknown" if claims or kind in ("TimeLimitExceeded", "StepInterruptedError") else "failed"
     # It was at work once, and nobody knows how far it came: running, or given back by a worker that stopped in its middle.
     return "unknown" if entry.attempts else None
 

@@ -42,6 +42,9 @@ BROKER_IS_DOWN = 3
 
 # The first terms of each are the predicate of an index that holds live rows only.
 _LATE_TRY = f"r.{LIVE} AND r.status = 'failed' AND r.given_up = FALSE AND r.next_try_at <= ?"
+# What may have killed its worker waits for its turn, and says when its message comes again (RECLAIM-6).
+# test_the_doctor_leaves_alone_what_waits_for_its_turn_among_suspects
+_COMES_AGAIN = "COALESCE(r.next_try_at, 0) <= ?"
 _UNSEEN = f"r.wakes > r.wakes_seen AND r.{LIVE} AND r.woken_at <= ? AND r.hold_until IS NULL"
 _IN_BUDGET = "r.repair_attempts < ? AND (r.repair_after IS NULL OR r.repair_after <= ?)"
 _SPENT = "r.repair_attempts >= ? AND r.repair_after <= ?"
@@ -94,14 +97,14 @@ class Rule:
 
 
 _NEVER_STARTED = Rule(
-    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ?", "r.created_at",
+    "R1", STEP, f"r.{LIVE} AND r.status = 'pending' AND r.held_back = FALSE AND r.created_at <= ? AND {_COMES_AGAIN}", "r.created_at",
     "R1: nobody has taken it",
 )  # fmt: skip
 _UNDO_NEVER_STARTED = Rule(
     "R1",
     COMPENSATION,
     f"r.{LIVE} AND r.status = 'pending' AND r.created_at <= ? AND COALESCE(r.sent_at, r.created_at) <= ? "
-    f"AND COALESCE(r.not_before, 0) <= ? AND {LEVEL_RUNS}",
+    f"AND COALESCE(r.not_before, 0) <= ? AND {_COMES_AGAIN} AND {LEVEL_RUNS}",
     "r.created_at",
     "R1: nobody has taken it",
 )
@@ -247,7 +250,9 @@ def find(engine: Engine, rule: Rule, *, joined: bool) -> list[Row]:
 
 
 def _treat(engine: Engine, sender: Sender, report: RepairReport, rule: Rule, row: Row) -> None:
-    if not send_again(engine, sender, row=row, reason=rule.reason, repair_after=_pause(engine, row.repair_attempts)):
+    again = " again" if row.status == "pending" and row.attempts else ""
+    after = _pause(engine, row.repair_attempts)
+    if not send_again(engine, sender, row=row, reason=f"{rule.reason}{again}", repair_after=after):
         report.skipped += 1
     elif rule.name == "R3":
         report.reclaims += 1

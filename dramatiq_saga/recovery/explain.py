@@ -39,7 +39,7 @@ _RUN_COLUMNS = (
 _RUN = f"SELECT {', '.join(_RUN_COLUMNS)} FROM {{flow_runs}} WHERE id = ?"
 _ROW = (
     "sequence, actor, queue, status, attempts, tries, worker_id, next_try_at, reclaim_stale_at, repair_attempts, repair_after, created_at, "
-    f"started_at, error, {liveness.seen_sql('worker_id')}, "
+    f"started_at, error, {liveness.seen_sql('worker_id')}, claims, "
 )
 _STEPS = (
     f"SELECT {_ROW}expires_at, cycle, retry_policy FROM {{action_runs}} "
@@ -267,7 +267,7 @@ class _Asking:
             yield self._unended(ends, (unended and unended[0]) or run["created_at"])
             return
         level, open_here = levels[0]
-        told = [row for row in self._all(_UNDOS) if row[17] == level]
+        told = [row for row in self._all(_UNDOS) if row[18] == level]
         for row in told:
             *common, not_before, sent_at, _, policy = row
             then = "goes on" if policy == "continue" else "halts"
@@ -455,7 +455,7 @@ class _Asking:
 
     def _row(self, what: str, row: Sequence[Any], *, since: int, not_before: int | None) -> Reason:
         (sequence, actor, queue, status, attempts, tries, worker, next_try_at, reclaim_at, repairs, repair_after, _, started_at,
-         error, seen_at) = row  # fmt: skip
+         error, seen_at, claims) = row  # fmt: skip
         posts = self.posts.of("compensation" if what == "undo" else "step", sequence)
         lost = self._lost(posts)
         unknown = ""
@@ -479,9 +479,21 @@ class _Asking:
             )  # fmt: skip
         ready = any(post.state == "ready" for post in posts)
         unless = "older messages wait in its queue" if ready else ""
-        doctor = self._doctor("R1", max(since, not_before or 0), repairs, repair_after, unless=unless)
+        doctor = self._doctor("R1", max(since, not_before or 0, next_try_at or 0), repairs, repair_after, unless=unless)
+        kind, text, at = f"{what}_pending", "no worker has taken it", since
+        begun = started_at is not None and attempts > tries
+        if begun and next_try_at is not None:
+            kind, at = f"{what}_suspect", next_try_at
+            text = (
+                f"it was claimed {_times(claims)} and never reported: its worker is gone, and may have died of it; it waits for its turn among "
+                "such steps (RECLAIM-6)"
+            )
+        elif begun:
+            text = f"it was given back, and may have done its work (claim {attempts}); no worker has taken it again"
+            at = started_at
+        when = "; its message comes again at" if kind.endswith("_suspect") else ", since"
         return Reason(
-            f"{what}_pending", f"no worker has taken it{_LOST if lost else ''}{unknown}, since", since, lost=lost,
+            kind, f"{text}{_LOST if lost else ''}{unknown}{when}", at, lost=lost,
             acts=(*self._comes(posts), doctor), advice=self._deliver(posts, queue, lost=lost), **known,
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ class World:
             self.broker.enqueue = self._enqueue_copy
         self.runner = Runner(self.engine, self.broker, self.sender)
         self.runner.stopping = Patience()  # type: ignore[assignment]
-        self.runner.suspects.enter = lambda delivery: True  # type: ignore[method-assign]  # it is about other runs
+        self.runner.suspects.enter = lambda delivery, *, alone: True  # type: ignore[method-assign]  # it is about other runs
         self.effects = Effects([], [], None)
         self.delivery: Delivery | None = None
 

@@ -15,6 +15,7 @@ from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.engine import retry_on_signal, timers
 from dramatiq_saga.engine.drive import Driven
 from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.reports import read_run
 from tests.support.bench import Background, Bench
 
 Make = Callable[..., Bench]
@@ -85,6 +86,18 @@ def cycle(worker: Bench, run_id: str) -> int:
 def time_out(worker: Bench, run_id: str) -> bool:
     """What ends the wait once its time is over; whether it was this call that did. The drive is left to a message."""
     return bool(timers.fire(worker.engine, run_id, worker.sender, here=False).waits)
+
+
+def test_a_parked_step_that_a_signal_runs_again_does_not_count_as_one_that_has_not_reported(bench: Make, bank: Bank) -> None:
+    """RSIG-1: its failure is known, and nothing of its new cycle has begun: what a worker has given back in its middle looks otherwise."""
+    worker = bench()
+    run_id = parked(worker, bank)
+    worker.signal(run_id, "top-up")
+    assert worker.deliver(worker.take()) is Driven.DECIDED
+    assert worker.step(run_id) == ("pending", 1)
+    report = worker.store.read(lambda tx: read_run(tx, run_id, settings=Settings(), tries_of=lambda *_: None))
+    assert report is not None
+    assert not report.steps[0].was_begun
 
 
 @pytest.mark.parametrize("how", ["signal", "signal_retry"])

@@ -1034,6 +1034,23 @@ def test_a_step_that_is_at_work_counts_as_work(shop: Shop) -> None:
     assert "cancelled at " in shop("show", run.id).out
 
 
+def test_a_step_that_was_at_work_and_has_not_reported_counts_as_work(shop: Shop) -> None:
+    """RECLAIM-6, NATIVE-4: its worker has died, or was stopped; it is pending again, and may have done its work all the same."""
+    run = shop.start()
+    shop.plan(ship=fail)
+    shop.work_until(lambda: len(run.actions()) == 3 and run.actions()[2].tries)
+    shop.sql("UPDATE saga_action_runs SET status = 'pending', attempts = 2, tries = 0, claims = 1 WHERE sequence = 3")
+    refused = shop("cancel", run.id)
+    assert (refused.status, run.status) == (1, "running")
+    assert "3  ship    pending    was at work and has not reported: it may have done its work" in refused.err
+    assert "; it was claimed before (claim 2), and may have done its work" in shop("show", run.id).out
+    assert "pending: next is try 1 of 4, when its turn comes among what has died before" in shop("show", run.id).out
+    shop.sql("UPDATE saga_action_runs SET next_try_at = NULL WHERE sequence = 3")
+    assert "pending: next is try 1 of 4, as soon as a worker takes it; it was claimed before" in shop("show", run.id).out
+    done = shop("cancel", run.id, "--keep")
+    assert "  3  ship (was at work: whatever it has done stands, its outcome will be refused)" in done.lines
+
+
 def test_a_run_that_ended_otherwise_cannot_be_cancelled(shop: Shop) -> None:
     """STATUS-3, C29: a definite answer, with where the run is."""
     run = shop.start()

@@ -597,6 +597,10 @@ class Runner:
             )  # fmt: skip
 
         def part() -> None:
+            if job.kind == "step" and lost.delivery is not None:
+                undoing.body_reported(
+                    engine, lost, self.sender
+                )  # it never began: test_a_body_that_never_begins_keeps_no_undo_waiting
             if lost.overdue:  # nothing begins after its deadline, or its run's; what that means is said at once (EXPIRE-1)
                 timers.fire(engine, job.run_id, self.sender)
             if lost.undoing:

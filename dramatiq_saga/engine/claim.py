@@ -6,7 +6,8 @@ wants the step, or that the message belongs to an earlier retry cycle: nothing r
 
 Who else may be here: a second delivery of the same message, a reclaim, a cancel, a rollback being planned. They all change
 the row or the run in one statement too; of two, the second finds a condition that no longer holds. Proven by
-``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``.
+``tests/races/test_interleavings.py`` and ``tests/processes/test_kills.py``. Long because the conditions of steps and of undos, with leases and
+without, on every database, have to be read side by side.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ class Lost:
     undoing: bool  # a rollback of the run is going on
     overdue: bool = False  # the deadline of the step, or of its run, has passed
     uncommitted: bool = False  # to no rival, but to its own commit
+    delivery: str | None = None  # the row's mark, where it is this attempt's own: its claim had landed, and is no more
 
 
 class ClaimAttempt:
@@ -333,7 +335,10 @@ class ClaimAttempt:
             overdue = deadline is not None and deadline <= self._at
             if overdue:
                 retry_at = None  # whatever ends it now, nothing of it begins: the message has nothing left to do
-        return Lost(job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue)
+        return Lost(
+            job, row[0], status, row[15], row[2], retry_at, orphaned, row[13] > row[14], rolls_back, overdue,
+            delivery=delivery if delivery == self.delivery else None,
+        )  # fmt: skip
 
     def _free_at(self, row: tuple[Any, ...], stale_at: int | None) -> int | None:
         """The earliest moment at which the row's worker may lose it: its reclaim deadline, or the end of its worker's lease."""

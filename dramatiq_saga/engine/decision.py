@@ -20,6 +20,7 @@ from . import blocks, children, rollback
 from .replay import MovedOn
 from .retry_on_signal import Stored
 from .rows import ChildEntry, Decision, Entry, More, NewStep, Outgoing, Snapshot, StepEntry
+from .wakes import THIS_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -31,12 +32,12 @@ _ADVANCE = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), woken_at = ?, hold_error = NULL, hold_count = 0, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _END = (
     "UPDATE {flow_runs} SET status = ?, revision = revision + 1, wakes_seen = ?, wakes = ?, "
     "started_at = COALESCE(started_at, ?), ended_at = ?, result = ?, error = ?, woken_at = NULL, hold_error = NULL, "
-    "hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"hold_until = NULL WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _STEP_COLUMNS = (
     "run_id, sequence, actor, queue, priority, options, args, status, given_up, attempts, tries, claims, cycle, optional, "
@@ -129,19 +130,18 @@ def write(
       MovedOn: rows that the decision rests on have changed; nothing of the transaction may stand.
     """
     seen = snapshot.wakes + wakes
+    read = (snapshot.run_id, *snapshot.version_read)
     if decision.kind == "suspended":
         status = "waiting" if decision.outside else "running"
         again, woken_at = (1, now) if decision.again else (0, None)
-        landed = tx.run(
-            _ADVANCE, (status, seen, seen + again, now, woken_at, snapshot.run_id, snapshot.revision, snapshot.wakes)
-        )
+        landed = tx.run(_ADVANCE, (status, seen, seen + again, now, woken_at, *read))
     elif plan is not None and plan.rows:
         landed = rollback.enter(tx, engine, snapshot, plan, now=now, seen=seen, sent_at=sent_at, family=family)
     else:
         status = "completed" if decision.kind == "completed" else "failed"
         landed = tx.run(
             _END,
-            (status, seen, seen, now, now, decision.result, decision.error, snapshot.run_id, snapshot.revision, snapshot.wakes),
+            (status, seen, seen, now, now, decision.result, decision.error, *read),
         )
     if not landed:
         return False

@@ -20,6 +20,7 @@ from . import decision as decisions
 from .replay import HoldRun, MovedOn, NeedsRecording, Replay, replay
 from .rows import ChildEntry, Decision, Failure, Snapshot, StepEntry, step_message
 from .snapshot import load_for_drive
+from .wakes import THIS_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _RECORD = (
     "{insert_ignore} {side_effects} (run_id, sequence, kind, name, value, created_at) "
-    "SELECT ?, ?, ?, ?, ?, ? FROM {flow_runs} WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'{or_ignore}"
+    f"SELECT ?, ?, ?, ?, ?, ? FROM {{flow_runs}} WHERE id = ? AND revision = ? AND {THIS_RUN} AND ended_at IS NULL "
+    "AND status <> 'rolling_back'{or_ignore}"
 )
 _RERECORD = "UPDATE {side_effects} SET value = ? WHERE run_id = ? AND sequence = ?"
 _RECORDED = "SELECT name, value, kind FROM {side_effects} WHERE run_id = ? AND sequence = ?"
@@ -318,7 +320,9 @@ class _Recorder:
             recorded = value
             if sending is not None:
                 sending.lock(tx)
-            params = (snapshot.run_id, sequence, kind, name, value, now, snapshot.run_id, snapshot.revision)
+            params = (
+                snapshot.run_id, sequence, kind, name, value, now, snapshot.run_id, snapshot.revision, snapshot.created_at,
+            )  # fmt: skip
             if tx.run(_RECORD, params):
                 if sending is not None:
                     recorded = sending.deliver(tx)

@@ -22,6 +22,7 @@ from . import liveness, notify, undoing
 from .claim import idempotency_key
 from .replay import HoldRun
 from .rows import ChildEntry, CompensationSpec, Outgoing, Snapshot, StepEntry
+from .wakes import THIS_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -41,12 +42,12 @@ _CHILDREN = (
     "comp_reclaim_stale_after_seconds, comp_group, comp_parallel, NULL, NULL, NULL, NULL, 0 "
     f"FROM {{children}} WHERE {_UNDOABLE} AND status = 'completed'"
 )
-_STEP_STATE = "SELECT status, attempts FROM {action_runs} WHERE run_id = ? AND sequence = ?"
+_STEP_STATE = "SELECT status, attempts, worker_id FROM {action_runs} WHERE run_id = ? AND sequence = ?"
 _ENTER = (
     "UPDATE {flow_runs} SET status = 'rolling_back', rollback = 'running', ends_as = ?, revision = revision + 1, wakes_seen = ?, "
     "wakes = ?, error = ?, reason = COALESCE(?, reason), woken_at = NULL, hold_error = NULL, hold_until = NULL, "
     "repair_attempts = 0, repair_after = NULL "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _INSERT = (
     "INSERT INTO {compensation_runs} (run_id, sequence, level, actor, queue, priority, options, args, undoes, undoes_key, policy, "
@@ -83,7 +84,8 @@ class Plan:
     reason: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Outgoing] = field(default_factory=list)
-    rests_on: list[tuple[int, str, int]] = field(default_factory=list)  # unsettled steps: sequence, status, attempts
+    # Steps that are unsettled, or whose body may not be over: sequence, status, attempts, worker.
+    rests_on: list[tuple[int, str, int, str | None]] = field(default_factory=list)
 
 
 class _Undoable(NamedTuple):
@@ -139,8 +141,11 @@ def draft(
                 # to stand so still when the plan is written.
                 # test_a_plan_loses_to_a_claim_that_lands_while_it_is_made_and_undoes_that_step_too
                 entry = replace(entry, status=row.status, given_up=bool(row.given_up), attempts=row.attempts, error=row.error)
-                plan.rests_on.append((row.sequence, row.status, row.attempts))
+                plan.rests_on.append((row.sequence, row.status, row.attempts, row.worker_id))
             else:
+                if row.status == "expired":
+                    # Its refused report may land meanwhile: test_a_plan_loses_to_a_refused_report_that_lands_while_it_is_made
+                    plan.rests_on.append((row.sequence, row.status, row.attempts, row.worker_id))
                 entry = replace(entry, attempts=row.attempts)  # a cache may not know of its claims
         if entry.status == "completed" and entry.comp_from_result and row.comp_args is None and row.sequence not in resolved:
             raise HoldRun(ReplanIncompleteError(row.sequence, _name(entry)))
@@ -206,7 +211,7 @@ def _planned(
             )
         )
     not_before = None
-    if isinstance(entry, StepEntry) and (entry.status == "running" or (entry.status == "expired" and row.worker_id)):
+    if isinstance(entry, StepEntry) and entry.status in ("running", "expired") and row.worker_id is not None:
         # COMP-9: no refund before the charge has reported, gone stale or run out of time; the undo's claim asks again
         not_before = liveness.at_work_until(engine, row.worker_id, row.seen_at, row.stale_at, row.limit_at, since=now, now=now)
     return {
@@ -264,14 +269,14 @@ def _outgoing(snapshot: Snapshot, row: dict[str, Any], now: int) -> Outgoing:
 
 
 def holds(tx: Tx, run_id: str, plan: Plan) -> bool:
-    """Whether the unsettled steps that ``plan`` rests on are still as it found them, and will be until this transaction ends.
+    """Whether the steps that ``plan`` rests on are still as it found them, and will be until this transaction ends.
 
     No claim, failed try or claim given back can land from here on: each takes the run's lock first (DRIVE-7), and finds the step
     settled afterwards. test_a_step_that_reports_while_its_plan_is_written_is_refused_and_its_undo_goes
     """
     if plan.rests_on:
         tx.one(_RUN, (run_id,))
-    return all(tx.one(_STEP_STATE, (run_id, sequence)) == (status, attempts) for sequence, status, attempts in plan.rests_on)
+    return all(tx.one(_STEP_STATE, (run_id, sequence)) == tuple(state) for sequence, *state in plan.rests_on)
 
 
 def enter(
@@ -283,9 +288,7 @@ def enter(
     """
     if not holds(tx, snapshot.run_id, plan):
         return 0
-    landed = tx.run(
-        _ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, snapshot.revision, snapshot.wakes)
-    )
+    landed = tx.run(_ENTER, (plan.ends_as, seen, seen, plan.error, plan.reason, snapshot.run_id, *snapshot.version_read))
     if landed:
         first = {message.sequence for message in plan.messages}
         for row in plan.rows:

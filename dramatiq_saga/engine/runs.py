@@ -26,7 +26,7 @@ from .decision import settle_live, write_tag
 from .replay import HoldRun, MovedOn, NeedsRecording, Replay, refuse_inside_workflow, replay
 from .rows import ChildEntry, Decision, Outgoing, Snapshot, StepEntry
 from .snapshot import load
-from .wakes import WAKE
+from .wakes import THIS_RUN, WAKE
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -43,23 +43,24 @@ _EXISTING_NOW = _EXISTING + "{for_update}"
 _UNSTART = f"DELETE FROM {{flow_runs}} WHERE id = ? AND {_UNSENT} AND wakes = 1"
 _UNSTART_EVENTS = "DELETE FROM {flow_events} WHERE run_id = ?"
 _UNSTART_TAGS = "DELETE FROM {tags} WHERE run_id = ?"
-_STATE = "SELECT status, rollback, revision, wakes, workflow, ends_as FROM {flow_runs} WHERE id = ?{for_update}"
+_STATE = "SELECT status, revision, wakes, created_at, workflow FROM {flow_runs} WHERE id = ?{for_update}"
 _END = (
     "UPDATE {flow_runs} SET status = ?, error = ?, reason = COALESCE(?, reason), ended_at = ?, revision = revision + 1, "
-    "wakes_seen = wakes, woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? "
+    f"wakes_seen = wakes, woken_at = NULL, hold_error = NULL, hold_until = NULL WHERE id = ? AND revision = ? AND {THIS_RUN} "
     "AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _HOLD = (
     "UPDATE {flow_runs} SET status = CASE WHEN status = 'pending' THEN 'waiting' WHEN status = 'running' THEN 'waiting' ELSE status END, "
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
-    "WHERE id = ? AND revision = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 # The revision stays: what the drive may still come back with is a decision like any other.
 _STALLED = (
     "UPDATE {flow_runs} SET hold_error = ?, hold_count = hold_count + 1, hold_until = ? "
-    "WHERE id = ? AND revision = ? AND hold_count = ? AND wakes > wakes_seen AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND hold_count = ? AND wakes > wakes_seen AND ended_at IS NULL "
+    "AND status <> 'rolling_back'"
 )
-_FOUND = "SELECT workflow, revision, hold_count FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+_FOUND = "SELECT workflow, revision, hold_count, created_at FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 _FOUND_UNSEEN = f"{_FOUND} AND wakes > wakes_seen"
 
 
@@ -163,6 +164,7 @@ class Found:
     workflow: str
     revision: int
     hold_count: int
+    created_at: int
 
 
 def as_found(engine: Engine, run_id: str, *, unseen: bool = False) -> Found | None:
@@ -185,7 +187,8 @@ def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sende
     outbox.load([])
 
     def operation(tx: Tx) -> bool:
-        if not tx.run(_HOLD, (text, now + pause(engine, snapshot.hold_count), snapshot.run_id, snapshot.revision)):
+        params = (text, now + pause(engine, snapshot.hold_count), snapshot.run_id, snapshot.revision, snapshot.created_at)
+        if not tx.run(_HOLD, params):
             return False
         engine.record(tx, snapshot.run_id, now, lines)
         outbox.stage(tx)
@@ -210,7 +213,7 @@ def hold_stalled(engine: Engine, found: Found, error: BaseException) -> bool:
 
     def operation(tx: Tx) -> bool:
         until = now + pause(engine, found.hold_count)
-        if not tx.run(_STALLED, (text, until, found.run_id, found.revision, found.hold_count)):
+        if not tx.run(_STALLED, (text, until, found.run_id, found.revision, found.created_at, found.hold_count)):
             return False
         engine.record(tx, found.run_id, now, lines)
         return True
@@ -289,12 +292,12 @@ def _end_once(
         state = tx.one(_STATE, (run_id,))
         if state is None:
             return "missing", ""
-        found, _, revision, wakes, workflow, _ = state
-        if seen is not None and (revision, wakes) != (seen.revision, seen.wakes):
+        found, revision, wakes, created_at, workflow = state
+        if seen is not None and (revision, wakes, created_at) != seen.version_read:
             return found, workflow
         if plan is not None and not rollback.holds(tx, run_id, plan):
             return found, workflow
-        if not tx.run(_END, (status, error, reason, now, run_id, revision)):
+        if not tx.run(_END, (status, error, reason, now, run_id, revision, created_at)):
             return found, workflow
         family.check(tx)
         settle_live(tx, run_id, now=now)

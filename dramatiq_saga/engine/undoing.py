@@ -31,8 +31,9 @@ from ..errors import (
 )
 from ..journal import history
 from . import children, liveness, notify
-from .claim import SAME_RUN, Claim, Job
+from .claim import SAME_RUN, Claim, Job, Lost
 from .rows import Group, Outgoing
+from .wakes import LOCK_RUN
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -112,10 +113,13 @@ _RENEW = (
 _REFILL = "UPDATE {compensation_runs} SET sent_at = NULL, repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND status = 'pending'"
 _PASS_OVER = "UPDATE {compensation_runs} SET policy = 'continue' WHERE run_id = ? AND actor = '' AND status = 'failed'"
 _SENT = "UPDATE {compensation_runs} SET sent_at = ? WHERE run_id = ? AND sequence = ? AND status = 'pending'"
-_HELD = (
-    "SELECT 1 FROM {compensation_runs} c JOIN {action_runs} a ON a.run_id = c.run_id AND a.sequence = c.sequence "
-    "WHERE c.run_id = ? AND c.sequence = ? AND c.status = 'pending' AND c.not_before IS NOT NULL AND a.attempts = ? AND a.delivery = ?"
+# The last claim of a step that was settled over its head, and that is undone all the same; until its body is over, its worker stands there.
+_FENCED = (
+    "run_id = ? AND sequence = ? AND status IN ('cancelled', 'expired') AND comp_on_self_failure = TRUE AND worker_id IS NOT NULL "
+    "AND attempts = ? AND delivery = ?"
 )
+_IS_FENCED = f"SELECT 1 FROM {{action_runs}} WHERE {_FENCED}"
+_BODY_IS_OVER = f"UPDATE {{action_runs}} SET worker_id = NULL WHERE {_FENCED}"
 _RELEASE_HELD = (
     "UPDATE {compensation_runs} SET not_before = NULL WHERE run_id = ? AND sequence = ? AND status = 'pending' "
     "AND not_before IS NOT NULL"
@@ -204,9 +208,9 @@ class Next:
     error: str | None = None
     undone: list[int] = field(default_factory=list)
 
-    def asks(self) -> tuple[bool, list[tuple[int, int]]]:
+    def asks(self) -> tuple[bool, list[tuple[int, int, int | None]]]:
         """Whether the run is to end, and the messages by what they would claim."""
-        return self.finished, [(message.sequence, message.attempts) for message in self.messages]
+        return self.finished, [(message.sequence, message.attempts, message.created_at) for message in self.messages]
 
 
 def completed(claim: Claim) -> Outcome:
@@ -521,19 +525,25 @@ def _already(tx: Tx, outcome: Outcome) -> bool:
 # --- sending again ---------------------------------------------------------------------------------------------------
 
 
-def body_reported(engine: Engine, claim: Claim | StepOutcome, sender: Sender) -> None:
-    """The body of a step that a rollback has fenced has ended: an undo that was held back until then may go (COMP-9).
+def body_reported(engine: Engine, claim: Claim | StepOutcome | Lost, sender: Sender) -> None:
+    """The body of a step that has expired, or that a rollback has fenced, has ended, or will never begin: no undo waits for it (COMP-9).
 
-    Only the report of the step's last claim counts: while one that was reclaimed reports, its successor may still be at work.
+    Only the step's last claim counts: while one that was reclaimed reports, its successor may still be at work.
     test_an_undo_does_not_take_the_report_of_an_earlier_claim_for_that_of_the_last
+
+    Who else may be here: a rollback being planned, which has found the body at work. The run's row first (DRIVE-7), so that plan finds
+    the body over and is drafted again, or its undo is let go here.
+    test_a_plan_loses_to_a_refused_report_that_lands_while_it_is_made
     """
-    run_id, sequence = claim.job.run_id, claim.job.sequence
+    run_id, sequence = key = claim.job.run_id, claim.job.sequence
+    mark = (*key, claim.attempts, claim.delivery)
 
     def operation(tx: Tx) -> bool:
-        return bool(tx.run(_RELEASE_HELD, (run_id, sequence)))
+        if tx.dialect != "sqlite":
+            tx.one(LOCK_RUN, (run_id,))
+        return bool(tx.run(_BODY_IS_OVER, mark) and tx.run(_RELEASE_HELD, key))
 
-    held = engine.store.read(lambda tx: tx.one(_HELD, (run_id, sequence, claim.attempts, claim.delivery)))
-    if held and engine.store.write(operation):
+    if engine.store.read(lambda tx: tx.one(_IS_FENCED, mark)) and engine.store.write(operation):
         resend(engine, run_id, sequence, sender)
 
 

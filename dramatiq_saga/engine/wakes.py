@@ -8,6 +8,12 @@ row of the run, where the database has row locks.
 
 from __future__ import annotations
 
+#: A run's revision and wake count are told from those of another one that had its id before it, and was pruned, by when it was created.
+#: Whatever rests on having read the one finds nothing of the other: the first drives of both stand at the same counts. Parameters: when
+#: the run that was read was created. (+ 0: it is found by its id, and by no index of moments.)
+#: test_a_drive_of_a_pruned_run_decides_nothing_for_its_namesake
+THIS_RUN = "created_at + 0 = ?"
+
 _LIVE = "WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 
 #: Parameters: the run.

@@ -27,6 +27,7 @@ from ..codec import describe_error
 from ..engine import fence, liveness, undoing
 from ..engine.claim import Job
 from ..engine.rows import Outgoing
+from ..engine.wakes import THIS_RUN
 from ..errors import MessageNotSentError, StoreError, UnknownActorError
 from ..journal import history
 from ..store.models import LIVE
@@ -60,13 +61,14 @@ _LEFT_ALONE = "COALESCE(r.repair_after, 0) <= ?"
 
 _TAKE = (
     "UPDATE {flow_runs} SET repair_attempts = repair_attempts + 1, repair_after = ?, sent_at = COALESCE(sent_at, ?) "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND repair_attempts = ? AND "
+    f"WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND repair_attempts = ? AND "
 )
 _TAKE_RUN = f"{_TAKE}wakes > wakes_seen AND {LIVE}"
 # No undo of a rollback opens again without a new revision (a resume), so this is all of what was seen.
 _TAKE_ROLLBACK = f"{_TAKE}rollback = 'running'"
 _RETURN_RUN = (
-    "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 WHERE id = ? AND revision = ? AND repair_attempts = ?"
+    "UPDATE {flow_runs} SET repair_attempts = repair_attempts - 1 "
+    f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND repair_attempts = ?"
 )
 _RUN = "SELECT workflow, queue FROM {flow_runs} WHERE id = ?"
 
@@ -175,6 +177,7 @@ class StuckRun:
     priority: int | None
     revision: int
     wakes: int
+    created_at: int
     repair_attempts: int
 
 
@@ -275,7 +278,7 @@ def find_stuck(engine: Engine) -> list[StuckRun]:
     """The runs that R2 would drive now, the oldest first, at most ``repair.batch_size`` of each kind."""
     repair, now = engine.settings.repair, engine.now()
     sql = (
-        "SELECT r.id, r.workflow, r.queue, r.priority, r.revision, r.wakes, r.repair_attempts FROM {flow_runs} r "
+        "SELECT r.id, r.workflow, r.queue, r.priority, r.revision, r.wakes, r.created_at, r.repair_attempts FROM {flow_runs} r "
         f"WHERE %s AND {_IN_BUDGET} ORDER BY %s LIMIT ?"
     )
     params = (now - int(repair.grace_seconds * 1000), repair.max_attempts, now, repair.batch_size)
@@ -295,7 +298,9 @@ def _wake(engine: Engine, sender: Sender, report: RepairReport, run: StuckRun) -
 
     def take(tx: Tx) -> bool:
         sent_at = now if outbox.joined else None
-        if not tx.run(run.rule.take, (after, sent_at, run.run_id, run.revision, run.wakes, run.repair_attempts)):
+        if not tx.run(
+            run.rule.take, (after, sent_at, run.run_id, run.revision, run.wakes, run.created_at, run.repair_attempts)
+        ):
             return False
         if outbox.joined:
             engine.record(tx, run.run_id, now, lines)
@@ -308,7 +313,7 @@ def _wake(engine: Engine, sender: Sender, report: RepairReport, run: StuckRun) -
     try:
         outbox.delivered()
     except MessageNotSentError:
-        engine.store.write(lambda tx: tx.run(_RETURN_RUN, (run.run_id, run.revision, run.repair_attempts + 1)))
+        engine.store.write(lambda tx: tx.run(_RETURN_RUN, (run.run_id, run.revision, run.created_at, run.repair_attempts + 1)))
         raise
     if not outbox.joined:
         engine.store.write(lambda tx: engine.record(tx, run.run_id, now, lines))

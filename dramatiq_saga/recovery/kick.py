@@ -15,6 +15,7 @@ from ..clock import to_iso
 from ..commands import command
 from ..engine import liveness, notify
 from ..engine.rows import Outgoing
+from ..engine.wakes import THIS_RUN
 from ..errors import FlowNotFoundError, StoreError
 from ..journal import history
 from ..store.trouble import is_lost_commit
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
     from ..store.database import Tx
 
-_RUN = "SELECT workflow, queue, priority, status, rollback, revision, wakes FROM {flow_runs} WHERE id = ?{for_update}"
+_RUN = (
+    "SELECT workflow, queue, priority, status, rollback, revision, wakes, created_at FROM {flow_runs} WHERE id = ?{for_update}"
+)
 _REFILL_RUN = (
     "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, wakes = wakes + 1, woken_at = COALESCE(woken_at, ?) "
-    "WHERE id = ? AND revision = ? AND wakes = ? AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"WHERE id = ? AND revision = ? AND wakes = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 _REFILL_ROLLBACK = (
     "UPDATE {flow_runs} SET repair_attempts = 0, repair_after = NULL, revision = revision + 1 "
-    "WHERE id = ? AND revision = ? AND rollback = 'running'"
+    f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND rollback = 'running'"
 )
 _UNFINISHED = "r.ended_at IS NULL"
 _ROWS = {
@@ -48,7 +51,7 @@ _WAITS = "SELECT sequence, kind, name, due_at FROM {waits} WHERE run_id = ? AND 
 _REFILL = "UPDATE {%s} SET repair_attempts = 0, repair_after = NULL WHERE run_id = ? AND ended_at IS NULL"
 _REFILL_STEPS = _REFILL % "action_runs"
 _REFILL_COMPENSATIONS = _REFILL % "compensation_runs"
-_READ_BACK = "SELECT status, revision, wakes, repair_attempts FROM {flow_runs} WHERE id = ?"
+_READ_BACK = "SELECT status, revision, wakes, created_at, repair_attempts FROM {flow_runs} WHERE id = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def kick(engine: Engine, run_id: str, sender: Sender) -> KickReport:
         if found is None:
             raise FlowNotFoundError(run_id)
         run, rows, children, waits = found
-        workflow, _, _, status, rollback, _, _ = run
+        workflow, _, _, status, rollback = run[:5]
         if status not in ("pending", "running", "waiting") and rollback != "running":
             return KickReport(run_id, workflow, status, rollback, driven=False)
         now = engine.now()
@@ -222,8 +225,8 @@ def _kick(
 
     A row may have moved on alone, claimed by a message that was not lost: ours then loses its claim and changes nothing.
     """
-    workflow, queue, priority, _, rollback, revision, wakes = run
-    run_id, now = report.run_id, engine.now()
+    workflow, queue, priority, _, rollback, revision, wakes, created_at = run
+    run_id, now, read = report.run_id, engine.now(), (revision, wakes, created_at)
     outbox = sender.outbox(None)
     drives = [Outgoing("drive", child.run_id, child.workflow, child.queue, priority=child.priority) for child in children]
     outbox.load([Outgoing("drive", run_id, workflow, queue, priority=priority), *(row.message() for row in rows), *drives])
@@ -238,9 +241,9 @@ def _kick(
         if tx.dialect != "sqlite":
             tx.one(_RUN, (run_id,))  # DRIVE-7: the run's row first
         if rollback == "running":
-            landed = tx.run(_REFILL_ROLLBACK, (run_id, revision))
+            landed = tx.run(_REFILL_ROLLBACK, (run_id, revision, created_at))
         else:
-            landed = tx.run(_REFILL_RUN, (now, run_id, revision, wakes))
+            landed = tx.run(_REFILL_RUN, (now, run_id, *read))
         if not landed:
             return False
         tx.run(_REFILL_STEPS, (run_id,))
@@ -259,8 +262,8 @@ def _kick(
     except StoreError as error:
         if not is_lost_commit(error):
             raise
-        return None if _is_there(engine, report, revision=revision, wakes=wakes) else lost
-    if not engine.store.commit_is_proof and not _is_there(engine, report, revision=revision, wakes=wakes):
+        return None if _is_there(engine, report, read) else lost
+    if not engine.store.commit_is_proof and not _is_there(engine, report, read):
         return lost
     outbox.delivered()
     if not joined:
@@ -268,13 +271,13 @@ def _kick(
     return report
 
 
-def _is_there(engine: Engine, report: KickReport, *, revision: int, wakes: int) -> bool:
+def _is_there(engine: Engine, report: KickReport, read: tuple[int, int, int]) -> bool:
     """Whether the refill, or something that has happened to the run since, is there after its transaction has closed (CLAIM-3)."""
     row = engine.store.read(lambda tx: tx.one(_READ_BACK, (report.run_id,)))
-    if row is not None and (row[1], row[2]) != (revision, wakes):
+    if row is not None and row[1:4] != read:
         return True
     engine.anomalies.claim_not_committed(
         run_id=report.run_id, workflow=report.workflow, status=None if row is None else row[0],
-        repair_attempts=None if row is None else row[3],
+        repair_attempts=None if row is None else row[4],
     )  # fmt: skip
     return False

@@ -22,6 +22,7 @@ from ..engine import runs, timers
 from ..engine.lookout import WorkflowStalledError
 from ..engine.rows import Outgoing
 from ..engine.snapshot import load
+from ..engine.wakes import THIS_RUN
 from ..errors import MessageNotSentError, StoreError
 from ..store.models import LIVE
 from .patience import PATIENCE, Patience, WorkflowBrokeOffError
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 # The first terms are the predicate of an index that holds held runs only.
 _DUE = (
-    "SELECT id, workflow, queue, priority, revision, hold_count, hold_until, woken_at FROM {flow_runs} "
+    "SELECT id, workflow, queue, priority, revision, created_at, hold_count, hold_until, woken_at FROM {flow_runs} "
     f"WHERE hold_until IS NOT NULL AND {LIVE} AND status <> 'rolling_back' AND wakes > wakes_seen AND hold_until <= ? "
     "ORDER BY hold_until LIMIT ?"
 )
 _TAKE = (
     "UPDATE {flow_runs} SET hold_until = ? WHERE id = ? AND revision = ? AND hold_until = ? AND wakes > wakes_seen "
-    "AND ended_at IS NULL AND status <> 'rolling_back'"
+    f"AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
 
 
@@ -77,6 +78,7 @@ class HeldRun:
     queue: str
     priority: int | None
     revision: int
+    created_at: int
     hold_count: int
     hold_until: int
     woken_at: int | None
@@ -161,7 +163,7 @@ def _drive(engine: Engine, sender: Sender, report: MonitorReport, patient: Patie
     outbox.load([] if here else [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority)])
 
     def take(tx: Tx) -> bool:
-        if not tx.run(_TAKE, (until, run.run_id, run.revision, run.hold_until)):
+        if not tx.run(_TAKE, (until, run.run_id, run.revision, run.hold_until, run.created_at)):
             return False
         outbox.stage(tx)
         return True
@@ -194,7 +196,7 @@ def _drive_here(engine: Engine, sender: Sender, run: HeldRun) -> drives.Driven:
         raise
     except Exception as error:
         snapshot = load(engine, run.run_id)
-        undecided = snapshot is not None and snapshot.revision == run.revision
+        undecided = snapshot is not None and (snapshot.revision, snapshot.created_at) == (run.revision, run.created_at)
         if snapshot is None or not undecided or not runs.hold(engine, snapshot, error, sender, None):
             raise
         return drives.Driven.HELD

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import notify
 from ..engine.rows import Outgoing
-from ..engine.wakes import LOCK_RUN
+from ..engine.wakes import LOCK_RUN, THIS_RUN
 from ..errors import MessageNotSentError
 from ..journal import history
 
@@ -74,12 +74,17 @@ _TAKE = (
 )
 _TAKE_STEP = _TAKE.format(
     table="action_runs",
-    more=" AND cycle = ? AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back')",
+    more=" AND cycle = ? AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back' "
+    f"AND f.{THIS_RUN})",
 )
 _TAKE_COMPENSATION = _TAKE.format(
-    table="compensation_runs", more=" AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.rollback = 'running')"
+    table="compensation_runs",
+    more=f" AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = ? AND f.rollback = 'running' AND f.{THIS_RUN})",
 )
-_RETURN = "UPDATE {%s} SET repair_attempts = repair_attempts - 1 WHERE run_id = ? AND sequence = ? AND attempts = ? AND repair_attempts = ?"
+_RETURN = (
+    "UPDATE {%s} SET repair_attempts = repair_attempts - 1 WHERE run_id = ? AND sequence = ? AND attempts = ? AND repair_attempts = ? "
+    f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = run_id AND f.{THIS_RUN})"
+)
 _RETURN_STEP = _RETURN % "action_runs"
 _RETURN_COMPENSATION = _RETURN % "compensation_runs"
 
@@ -168,10 +173,10 @@ def _take(tx: Tx, row: Row, *, repair_after: int, sent_at: int | None) -> int:
         repair_after, sent_at, row.run_id, row.sequence, row.status, row.attempts, row.repair_attempts,
     )  # fmt: skip
     if row.kind == STEP:
-        return tx.run(_TAKE_STEP, (*params, row.cycle, row.run_id))
-    return tx.run(_TAKE_COMPENSATION, (*params, row.run_id))
+        return tx.run(_TAKE_STEP, (*params, row.cycle, row.run_id, row.created_at))
+    return tx.run(_TAKE_COMPENSATION, (*params, row.run_id, row.created_at))
 
 
 def _give_back(tx: Tx, row: Row) -> int:
     sql = _RETURN_STEP if row.kind == STEP else _RETURN_COMPENSATION
-    return tx.run(sql, (row.run_id, row.sequence, row.attempts, row.repair_attempts + 1))
+    return tx.run(sql, (row.run_id, row.sequence, row.attempts, row.repair_attempts + 1, row.created_at))

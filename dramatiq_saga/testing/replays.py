@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..engine.core import Engine
     from ..store.database import Tx
 
-_RUNS = "SELECT id, revision FROM {flow_runs} ORDER BY created_at, id"
+_RUNS = "SELECT id, revision, created_at FROM {flow_runs} ORDER BY created_at, id"
 _RESULT = "SELECT result FROM {flow_runs} WHERE id = ?"
 _AFTER = "WHERE run_id = ? AND sequence > ?"
 _STEPS = f"SELECT sequence, actor, args, comp_actor, comp_args FROM {{action_runs}} {_AFTER}"
@@ -58,7 +58,7 @@ class ReplayChecks:
     """The checks of one test, and which revisions of which runs have passed them."""
 
     def __init__(self) -> None:
-        self._passed: dict[tuple[int, str], int] = {}
+        self._passed: dict[tuple[int, str], tuple[int, int]] = {}
 
     def forget_everything(self, engine: Engine) -> None:
         """From now on that engine keeps no history in memory."""
@@ -74,8 +74,8 @@ class ReplayChecks:
     def everything(self, engines: Iterable[Engine]) -> None:
         """Check each run that has moved on since it was checked."""
         for engine in engines:
-            for run_id, revision in engine.store.read(lambda tx: tx.all(_RUNS)):
-                if self._passed.get((id(engine), run_id)) != revision:
+            for run_id, *counts in engine.store.read(lambda tx: tx.all(_RUNS)):
+                if self._passed.get((id(engine), run_id)) != tuple(counts):
                     self._check(engine, run_id, None)
 
     def _check(self, engine: Engine, run_id: str, before: Snapshot | None) -> None:
@@ -83,12 +83,14 @@ class ReplayChecks:
         after = _read(engine, run_id)
         if after is None or after.workflow not in engine.workflows:
             return
+        if before is not None and before.created_at != after.created_at:
+            before = None  # of a run that had the same id, and was pruned
         if before is not None and after.revision == before.revision:
             return  # nothing was decided
         _check_what_is_recorded(engine, after)
         if before is not None and after.revision == before.revision + 1:
             _check_the_decision(engine, before, after)
-        self._passed[id(engine), run_id] = after.revision
+        self._passed[id(engine), run_id] = (after.revision, after.created_at)
 
 
 def _read(engine: Engine, run_id: str) -> Snapshot | None:

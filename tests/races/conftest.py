@@ -101,7 +101,10 @@ class Shop:
             number = flow.side_effect("number", lambda: self.bodies["number"](order))
             return str(flow.run(ship, f"{order}/{number}"))
 
-        for function in (checkout, careful, lucky):
+        def polite(flow: Any, order: str) -> str:
+            return f"thanks for {order}"
+
+        for function in (checkout, careful, lucky, polite):
             bench.workflow(function)
 
 

@@ -308,7 +308,7 @@ def test_a_step_that_reports_while_its_plan_is_written_is_refused_and_its_undo_g
     run, message = at_first_step(worker, "careful")
     working = Background(lambda: worker.deliver(message))
     body.wait()
-    stop = operator.stop("plan", where="inside", statement="SELECT status, attempts FROM {action_runs}")
+    stop = operator.stop("plan", where="inside", statement="SELECT status, attempts, worker_id FROM {action_runs}")
     planning = Background(lambda: operator.compensate(run))
     stop.wait_reached()
     body.fail(ValueError("declined") if ending == "fails" else Shutdown())

@@ -888,6 +888,69 @@ def test_a_report_waits_for_a_claim_that_is_taken_back(
     assert operator.status(run) == "cancelled"
 
 
+@every_database
+def test_a_body_that_never_begins_keeps_no_undo_waiting(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """COMP-9, CLAIM-2: its worker stalls between claim and body, the run is rolled back, and the worker finds its claim lost."""
+    worker, _ = alive(bench)
+    operator, other = alive(bench)
+    run, message = fenced(worker)
+
+    def stall(event: ActionStarted) -> None:
+        assert operator.compensate(run)
+        assert operator.undo(run) == ("pending", 0)
+        clock.advance(50)
+        other.beat()
+
+    subscribe(stall, ActionStarted)
+    try:
+        worker.deliver(message)
+    finally:
+        unsubscribe(stall)
+    assert worker.codes() == ["claim_lost"]
+    worker.run()
+    assert shop.order() == ["refund"]
+    assert worker.status(run) == "cancelled"
+
+
+@every_database
+def test_a_claim_of_another_delivery_that_is_lost_lets_no_undo_go(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """COMP-9: the body that the undo waits for is that of the claim that has landed, and it is at work."""
+    worker, _ = alive(bench)
+    operator, _ = alive(bench)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    assert operator.compensate(run)
+    refund = operator.message(operator.take())
+    operator.deliver(operator.message_again(message))
+    operator.deliver(refund)
+    assert operator.codes() == ["claim_lost", "claim_lost"]
+    assert operator.undo(run) == ("pending", 0)
+    body.succeed("charged")
+    working.result()
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+
+
+@pytest.mark.parametrize("database_kind", ["mariadb"], indirect=True)
+def test_a_claim_that_is_settled_before_it_is_read_back_keeps_no_undo_waiting(bench: MakeBench, shop: Shop) -> None:
+    """COMP-9, CLAIM-3: it was committed, and the run rolled back before the worker had looked again; its body never begins."""
+    worker, operator = bench(), bench()
+    run, message = fenced(worker)
+    stop = worker.stop("claim", where="after")
+    claiming = Background(lambda: worker.deliver(message))
+    stop.wait_reached()
+    assert operator.compensate(run)
+    assert isinstance(claim(operator, operator.message(operator.take())), Lost)
+    stop.go()
+    claiming.result()
+    assert worker.codes() == ["claim_lost"]
+    worker.run()
+    assert shop.order() == ["refund"]
+    assert worker.status(run) == "cancelled"
+
+
 def test_a_worker_that_stops_with_a_fenced_body_leaves_its_row(bench: MakeBench, shop: Shop) -> None:
     """COMP-9, RECLAIM-5: the body may still report; with the row gone its undo would begin at once."""
     worker, heart = alive(bench)

@@ -14,14 +14,20 @@ from dramatiq.middleware import Shutdown, SkipMessage
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
+from dramatiq_saga.engine import runs
 from dramatiq_saga.engine.claim import ClaimAttempt, Lost
+from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.engine.rows import Outgoing
+from dramatiq_saga.recovery import doctor
+from dramatiq_saga.recovery.kick import kick
+from dramatiq_saga.recovery.monitor import monitor
 from dramatiq_saga.recovery.prune import prune
 from dramatiq_saga.step import Delivery
 from tests.races.conftest import MakeBench, Shop
 from tests.races.test_interleavings import RECLAIM, Doorstep, at_first_step
 from tests.support.bench import Background, Bench
 
+REPAIRED = Settings.from_mapping({"repair.enabled": True})
 RECLAIMED_UNDOS = Settings.from_mapping({"sagas": {"reclaim": {"stale_running": {"enabled": True, "after_seconds": 60}}}})
 
 
@@ -313,3 +319,213 @@ def test_a_straggler_of_a_pruned_run_is_told_that_nobody_wants_it_any_more(
     ClaimAttempt(second.engine, job, nonce="1").run()
     assert second.step(run) == ("running", 1)
     assert step.cancelled
+
+
+# --- drives, plans and sweeps that come late -------------------------------------------------------------------------
+
+
+def replaced(worker: Bench, clock: ManualClock, run: str, workflow: str = "checkout") -> None:
+    """End the run, prune it, and start another one under its id, which nobody drives yet."""
+    worker.cancel(run)
+    clock.advance(1)
+    assert prune(worker.store, before=clock.now()).pruned == 1
+    worker.start(workflow, "another", run_id=run)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_drive_of_a_pruned_run_decides_nothing_for_its_namesake(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """DRIVE-1, PRUNE-1: the first drive of each stands at the same revision and wake count."""
+    first, second = bench(), bench()
+    run = first.start("checkout", "42")
+    first.overtake("decision", lambda: replaced(second, clock, run))
+    first.deliver(first.take())
+    assert first.codes() == ["transition_lost"]
+    first.run()
+    assert first.status(run) == "completed"
+    assert shop.ran == [("charge", "another"), ("reserve", "another"), ("ship", "another")]
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_drive_that_ends_a_pruned_run_does_not_end_its_namesake(bench: MakeBench, clock: ManualClock) -> None:
+    """DRIVE-1."""
+    first, second = bench(), bench()
+    run = first.start("polite", "42")
+    first.overtake("decision", lambda: replaced(second, clock, run, "polite"))
+    first.deliver(first.take())
+    assert first.one("SELECT status, result FROM {flow_runs} WHERE id = ?", run) == ("completed", b'"thanks for another"')
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_drive_of_a_pruned_run_records_no_side_effect_for_its_namesake(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """SIDE-1."""
+    first, second = bench(), bench()
+    shop.bodies["number"] = lambda order: f"number of {order}"
+    run = first.start("lucky", "42")
+    first.overtake("side effect", lambda: replaced(second, clock, run, "lucky"))
+    first.deliver(first.take())
+    first.run()
+    assert shop.ran == [("ship", "another/number of another")]
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_the_rollback_of_a_pruned_run_is_not_that_of_its_namesake(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """COMP-1: both have come as far as the other, and what is undone is what the one has done that is there."""
+    first, second = bench(), bench()
+    run, message = at_first_step(first)
+    first.deliver(message)
+
+    def overtaking() -> None:
+        again(second, clock, run)
+        second.deliver(second.take())
+
+    first.overtake("plan", overtaking)
+    assert first.compensate(run)
+    first.sender.queue.popleft()
+    first.run()
+    assert first.status(run) == "cancelled"
+    assert shop.ran == [("charge", "42"), ("charge", "another"), ("refund", "another")]
+
+
+def test_the_deadline_of_a_pruned_run_does_not_end_its_namesake(bench: MakeBench, clock: ManualClock) -> None:
+    """EXPIRE-1: nothing of it was to be undone."""
+    first, second = bench(), bench()
+    run = first.start("checkout", "42", expires_in=5)
+    clock.advance(6)
+    first.overtake("cancel", lambda: replaced(second, clock, run))
+    first.ring()
+    assert first.one("SELECT status, expires_at FROM {flow_runs} WHERE id = ?", run) == ("running", None)
+    assert first.codes() == ["transition_lost"]
+
+
+def test_a_pruned_run_that_was_to_be_held_does_not_hold_its_namesake(bench: MakeBench, clock: ManualClock) -> None:
+    """HISTORY-1."""
+    first, second = bench(), bench()
+    run, _ = at_first_step(first)
+    found = runs.as_found(first.engine, run)
+    assert found is not None
+    again(second, clock, run)
+    assert not runs.hold(first.engine, found, ValueError("what it was held for"), first.sender, None)
+    assert first.one("SELECT hold_error, hold_count FROM {flow_runs} WHERE id = ?", run) == (None, 0)
+
+
+def test_a_sweep_that_has_seen_a_pruned_run_held_does_not_take_its_namesake(bench: MakeBench, clock: ManualClock) -> None:
+    """HISTORY-1: not even where that is held until the same moment."""
+    first, second = bench(), bench()
+    due = clock.now()
+
+    def held(worker: Bench) -> None:
+        found = runs.as_found(worker.engine, run)
+        assert found is not None
+        assert runs.hold(worker.engine, found, ValueError("no such step"), worker.sender, None)
+        worker.store.write(lambda tx: tx.run("UPDATE {flow_runs} SET hold_until = ? WHERE id = ?", (due, run)))
+
+    def overtaking() -> None:
+        replaced(second, clock, run)
+        held(second)
+
+    run = first.start("checkout", "42")
+    held(first)
+    first.overtake("held run", overtaking)
+    report = monitor(first.engine, first.sender)
+    assert (report.skipped, report.driven) == (1, 0)
+    assert first.one("SELECT hold_until FROM {flow_runs} WHERE id = ?", run) == (due,)
+
+
+def test_a_kick_that_meets_the_end_of_a_pruned_run_sends_what_its_namesake_waits_for(
+    bench: MakeBench, clock: ManualClock
+) -> None:
+    """KICK-1: a message of the one that is gone would claim nothing."""
+    first, second = bench(), bench()
+    run, _ = at_first_step(first)
+    first.overtake("kick", lambda: again(second, clock, run))
+    assert len(kick(first.engine, run, first.sender).sent) == 1
+    assert [message.kind for message in first.messages] == ["drive", "step"]
+    first.run()
+    assert first.status(run) == "completed"
+
+
+def test_a_kick_that_meets_the_rollback_of_a_namesake_sends_its_undo(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
+    """KICK-1, COMP-1."""
+    first, second = bench(settings=RECLAIMED_UNDOS), bench(settings=RECLAIMED_UNDOS)
+    run = first.start("checkout", "42")
+    first.deliver(first.take())
+    at_undo(first, run)
+
+    def overtaking() -> None:
+        end_undo(second, run)
+        again(second, clock, run)
+        at_undo(second, run)
+
+    first.overtake("kick", overtaking)
+    assert len(kick(first.engine, run, first.sender).sent) == 1
+    first.run()
+    assert first.status(run) == "cancelled"
+    assert shop.ran[-1] == ("refund", "another")
+
+
+def end_undo(worker: Bench, run: str) -> None:
+    """Carry out the undo of the run's first step, whose message nobody has."""
+    kick(worker.engine, run, worker.sender)
+    worker.run()
+    assert worker.status(run) == "cancelled"
+
+
+def test_a_look_at_the_rollback_of_a_pruned_run_sends_the_undo_of_its_namesake(
+    bench: MakeBench, shop: Shop, clock: ManualClock
+) -> None:
+    """COMP-1: of both the first undo was not sent yet."""
+    first, second = bench(settings=RECLAIMED_UNDOS), bench(settings=RECLAIMED_UNDOS)
+
+    def unsent(worker: Bench) -> None:
+        at_undo(worker, run)
+        worker.store.write(lambda tx: tx.run("UPDATE {compensation_runs} SET sent_at = NULL WHERE run_id = ?", (run,)))
+
+    def overtaking() -> None:
+        end_undo(second, run)
+        again(second, clock, run)
+        unsent(second)
+
+    run = first.start("checkout", "42")
+    first.deliver(first.take())
+    unsent(first)
+    first.overtake("advance", overtaking)
+    drive(first.engine, run, first.sender)
+    first.run()
+    assert first.status(run) == "cancelled"
+    assert shop.ran[-1] == ("refund", "another")
+
+
+@pytest.mark.parametrize("lost", ["step", "run", "undo"])
+@pytest.mark.parametrize("database_kind", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_doctor_that_has_seen_a_pruned_run_lost_does_not_repair_its_namesake(
+    bench: MakeBench, clock: ManualClock, lost: str
+) -> None:
+    """DOCTOR-2: it stands where the other stood, and is too young to be lost."""
+    first, second = bench(settings=REPAIRED), bench(settings=REPAIRED)
+    run = first.start("checkout", "42")
+    if lost != "run":
+        first.deliver(first.take())
+    if lost == "undo":
+        at_undo(first, run)
+    clock.advance(61)
+    first.sender.queue.clear()
+
+    def overtaking() -> None:
+        if lost == "undo":
+            end_undo(second, run)
+        if lost == "run":
+            replaced(second, clock, run)
+        else:
+            again(second, clock, run)
+        if lost == "undo":
+            at_undo(second, run)
+
+    first.overtake("repair of a run" if lost == "run" else "repair", overtaking)
+    report = doctor.repair(first.engine, first.sender)
+    assert report.skipped == 1
+    assert first.messages == []
+    spent = "SELECT repair_attempts FROM {%s} WHERE %s = ?"
+    table = {"run": ("flow_runs", "id"), "step": ("action_runs", "run_id"), "undo": ("compensation_runs", "run_id")}[lost]
+    assert first.all(spent % table, run) == [(0,)]

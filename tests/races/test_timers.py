@@ -19,7 +19,7 @@ from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.engine.wakes import WAKE
 from dramatiq_saga.recovery import timer_loop
 from dramatiq_saga.recovery.monitor import monitor
-from tests.races.test_interleavings import blocked, postgresql_only
+from tests.races.test_interleavings import Doorstep, blocked, postgresql_only
 from tests.races.test_signals import result, signals
 from tests.support.bench import Background, Bench
 from tests.support.deploying import deploy
@@ -63,6 +63,12 @@ class World:
         def careful(flow: Any) -> Any:
             return flow.action(charge).compensate_with(refund).compensate_step_on_self_failure().expires_in(60).run()
 
+        def forgiving(flow: Any) -> Any:
+            try:
+                flow.action(charge).compensate_with(refund).compensate_step_on_self_failure().expires_in(60).run()
+            except StepExpiredError:
+                return flow.await_signal("decision")
+
         def doomed(flow: Any) -> Any:
             flow.action(charge).compensate_with(lambda made: refund.message()).run()
             return flow.await_signal("decision")
@@ -81,7 +87,7 @@ class World:
             flow.side_effect("note", lambda: self.ran.append("note"))
 
         self.doomed = doomed
-        for function in (patient, hurry, careful, doomed, naps, pair, notes):
+        for function in (patient, hurry, careful, forgiving, doomed, naps, pair, notes):
             bench.workflow(function)
 
 
@@ -281,6 +287,86 @@ def test_an_expired_step_is_undone_only_once_its_body_can_have_ended(bench: Make
     one.run()
     assert world.ran == ["charge", "refund"]
     assert one.status(run) == "failed"
+
+
+def test_no_undo_waits_for_a_body_that_reported_before_its_rollback_was_planned(
+    bench: Make, clock: ManualClock, world: World
+) -> None:
+    """COMP-9: its report was refused, for the step had expired; the rollback that comes later knows that it is over."""
+    one, two = bench(), bench()
+    run = one.start("forgiving")
+    one.deliver(one.take())
+
+    def expire() -> str:
+        clock.advance(60)
+        assert fire(two, run).steps == 1
+        return "charged"
+
+    world.bodies["charge"] = expire
+    one.run()
+    assert one.codes() == ["outcome_rejected"]
+    assert two.status(run) == "waiting"
+    assert two.compensate(run)
+    assert two.one("SELECT undoes, not_before FROM {compensation_runs} WHERE run_id = ?", run) == ("unknown", None)
+    two.run()
+    assert world.ran == ["charge", "refund"]
+    assert one.status(run) == "cancelled"
+
+
+def at_work_after_its_deadline(
+    worker: Bench, other: Bench, world: World, clock: ManualClock
+) -> tuple[str, Doorstep, Background]:
+    """A run that waits for a signal, whose only step has expired and is still at work."""
+    door = Doorstep()
+    world.bodies["charge"] = lambda: door("")
+    run = worker.start("forgiving")
+    worker.deliver(worker.take())
+    message = worker.take()
+    working = Background(lambda: worker.deliver(message))
+    door.wait()
+    clock.advance(60)
+    assert fire(other, run).steps == 1
+    assert other.status(run) == "waiting"
+    return run, door, working
+
+
+def test_a_plan_loses_to_a_refused_report_that_lands_while_it_is_made(bench: Make, clock: ManualClock, world: World) -> None:
+    """COMP-9: it has found the body of an expired step at work; that reports, and the plan that is written has its undo wait for nobody."""
+    one, two = bench(), bench()
+    run, door, working = at_work_after_its_deadline(one, two, world, clock)
+    stop = two.stop("plan")
+    planning = Background(lambda: two.compensate(run))
+    stop.wait_reached()
+    door.succeed("charged")
+    working.result()
+    stop.go()
+    assert planning.result()
+    assert two.one("SELECT undoes, not_before FROM {compensation_runs} WHERE run_id = ?", run) == ("unknown", None)
+    two.run()
+    assert world.ran == ["charge", "refund"]
+
+
+@postgresql_only
+def test_a_refused_report_that_comes_while_a_plan_is_written_lets_the_undo_go(
+    bench: Make, clock: ManualClock, world: World, table_prefix: str
+) -> None:
+    """COMP-9, DRIVE-7: the plan has looked at the step for the last time; the note of the report waits for it, and finds the undo waiting."""
+    one, two = bench(), bench()
+    run, door, working = at_work_after_its_deadline(one, two, world, clock)
+    note = one.stop("body reported")
+    door.succeed("charged")
+    note.wait_reached()
+    stop = two.stop("plan", where="inside", statement="SELECT status, attempts, worker_id FROM {action_runs}")
+    planning = Background(lambda: two.compensate(run))
+    stop.wait_reached()
+    note.go()
+    eventually(lambda: blocked(table_prefix) == 1)
+    stop.go()
+    assert planning.result()
+    working.result()
+    assert two.one("SELECT undoes, not_before FROM {compensation_runs} WHERE run_id = ?", run) == ("unknown", None)
+    one.run()
+    assert world.ran == ["charge", "refund"]
 
 
 # --- a run's end and its deadline --------------------------------------------------------------------------------------

@@ -63,6 +63,10 @@ WRITES = {
     "put back": "Runner._send_back.<locals>.operation",
     "body reported": "body_reported.<locals>.operation",
     "alarm": "_set_alarm_once.<locals>.operation",
+    "kick": "_kick.<locals>.operation",
+    "repair": "send_again.<locals>.take",
+    "repair of a run": "_wake.<locals>.take",
+    "held run": "_drive.<locals>.take",
 }
 
 

@@ -95,8 +95,8 @@ def test_a_terminal_status_is_never_left(by_hand: Any, status: str) -> None:
             with pytest.raises(ConcurrentTransitionError, match=f"it is {status}, and that stands"):
                 call(run)
     assert runs.as_found(bench.engine, run) is None
-    revision = bench.one("SELECT revision FROM {flow_runs} WHERE id = ?", run)[0]
-    found = runs.Found(run, "order", revision, 0)
+    revision, created_at = bench.one("SELECT revision, created_at FROM {flow_runs} WHERE id = ?", run)
+    found = runs.Found(run, "order", revision, 0, created_at)
     assert runs.hold(bench.engine, found, ValueError("late"), bench.sender, None) is False
     assert drive(bench.engine, run, bench.sender) is Driven.ENDED
     assert row_of(bench, run) == before

@@ -501,8 +501,9 @@ class SagaMiddleware(Middleware):
         """Why a message ends that was never run (NATIVE-3)."""
         actor, raised = delivery.actor, delivery.message._exception
         if actor not in broker.actors:
+            what = "actor" if delivery.job is not None else "workflow"
             return UnknownActorError(
-                f"no worker on queue {delivery.message.queue_name!r} knows actor {actor!r}: deploy the module that declares it"
+                f"no worker on queue {delivery.message.queue_name!r} knows {what} {actor!r}: deploy the module that declares it"
             )
         if raised is not None and not isinstance(raised, SkipMessage):
             return raised  # a middleware of the broker would not let it through

@@ -63,6 +63,9 @@ _STALLED = (
 _FOUND = "SELECT workflow, revision, hold_count, created_at FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 _FOUND_UNSEEN = f"{_FOUND} AND wakes > wakes_seen"
 
+#: What is noted on the error of a rollback that somebody has asked for and that cannot be planned.
+UNPLANNED = "dramatiq-saga: the rollback cannot be planned; nothing was changed"
+
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
@@ -458,16 +461,19 @@ def _seen(engine: Engine, snapshot: Snapshot) -> Decision | None:
     try:
         decision, missed = rehearse(engine, snapshot)
     except HoldRun as hold_run:
+        hold_run.error.add_note(UNPLANNED)
         raise hold_run.error from None
     if decision is not None and decision.kind == "completed":
         raise ConcurrentTransitionError(snapshot.run_id, "rolling_back", "about to complete")
     if missed is not None:
         engine.anomalies.replan_incomplete(run_id=snapshot.run_id, workflow=snapshot.workflow, missing=missed)
-        raise ConcurrentTransitionError(
+        error = ConcurrentTransitionError(
             snapshot.run_id,
             "rolling_back",
             f"{snapshot.status}, and its replay ended before step {missed}, which has to be undone",
         )
+        error.add_note(UNPLANNED)
+        raise error
     return decision
 
 

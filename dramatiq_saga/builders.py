@@ -525,7 +525,7 @@ class ActionBuilder(RetriedOnSignal, Generic[R_co, V_co]):
         if self._compensation_from is not None and self._on_self_failure:
             raise TypeError(
                 "compensate_step_on_self_failure() needs a compensation whose arguments are known beforehand: a step that failed has "
-                "no result to build one from; use compensate_with(actor, ...) (COMP-10)"
+                "no result to build one from; use compensate_with(actor, ...)"
             )
 
     def _resolve(self, entry: StepEntry) -> None:

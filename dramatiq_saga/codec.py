@@ -233,6 +233,11 @@ def describe_error(exc: BaseException) -> str:
         return json.dumps({**_NOTHING, "message": "the error could not be described"})
 
 
+def describe_interrupted(error: StepInterruptedError) -> str:
+    """What the row of the step itself keeps of it, as :func:`describe_error` does: without the step's name, which the row has."""
+    return _fitted(_described(error, 0, {id(error)}) | {"message": error.message, "cause": None})
+
+
 def load_error(text: str) -> dict[str, Any]:
     """What :func:`describe_error` kept, with all its keys. Never raises: text that is not its own becomes the message."""
     error: Any = None
@@ -298,8 +303,6 @@ def _described(exc: BaseException, causes: int, seen: set[int]) -> dict[str, Any
         "traceback": _traceback_of(exc),
         "cause": None,
     }
-    if isinstance(exc, StepInterruptedError):
-        return described | {"message": exc.message, "cause": exc.cause}
     if isinstance(exc, StepFailedError):
         return described | {"cause": exc.recorded()}  # the step's own error is what matters, not the frames of its replay
     cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)

@@ -18,6 +18,11 @@ def command(name: str, *words: str, options: str = "") -> str:
     return " ".join(part for part in ("dramatiq-saga", name, *parts) if part)
 
 
+def install(extra: str) -> str:
+    """The command that brings the packages of an extra."""
+    return f"pip install 'PATH-OF-THE-CHECKOUT[{extra}]'"
+
+
 def word(text: str) -> str:
     """``text`` as one word of a shell."""
     if printable(text) == text:

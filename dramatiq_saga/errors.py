@@ -45,7 +45,8 @@ def in_one_line(name: str, message: str) -> str:
     module, _, cls = name.rpartition(".")
     if module == __name__ and cls in ("StepFailedError", "StepInterruptedError"):
         return message  # which says it all
-    return f"{cls if module in ('builtins', __name__) else name}: {message}"
+    ours = module == "builtins" or module.partition(".")[0] == __name__.partition(".")[0]
+    return f"{cls if ours else name}: {message}"
 
 
 # --- what a workflow function may catch ------------------------------------------------------------------------------

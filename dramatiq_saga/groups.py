@@ -240,7 +240,7 @@ class SagaBuilder(_Block, Generic[T_co]):
                 self._built = True
                 raise TypeError(
                     f"saga().compensate_step_on_self_failure(): {member._describe()} builds its compensation from its result, and has none "
-                    "when it fails; give it compensate_with(actor, ...), or compensate_step_on_self_failure(False) of its own (COMP-10)"
+                    "when it fails; give it compensate_with(actor, ...), or compensate_step_on_self_failure(False) of its own"
                 )
 
     def run(self) -> list[T_co]:

@@ -11,6 +11,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .commands import install
 from .errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class RedisLocks:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ModuleNotFoundError as error:
-            raise MissingExtraError("RedisLocks needs the package redis: pip install 'dramatiq-saga[redis]'") from error
+            raise MissingExtraError(f"RedisLocks needs the package redis: {install('redis')}") from error
         if isinstance(url_or_client, str):
             # A connection that was closed while it was idle is made anew at once; whatever is worse than that is not waited for.
             again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))

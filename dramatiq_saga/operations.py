@@ -25,6 +25,7 @@ from .brokers.dead_letters import DeadLetter, QueueStats
 from .clock import to_iso
 from .commands import command
 from .context import UNSET
+from .engine.runs import UNPLANNED
 from .engine.verify import VerifyReport, summarise, verify_run, verify_runs
 from .errors import (
     CannotSignalRollingBackFlowError,
@@ -43,8 +44,8 @@ from .recovery.kick import KickReport, kick
 from .recovery.monitor import MonitorReport
 from .recovery.passes import Skipped
 from .recovery.prune import PruneReport, horizon, prune
-from .recovery.schedule import PRUNE_AT, Plan, Schedule
-from .recovery.stuck import StuckReport, stuck
+from .recovery.schedule import PRUNE_AT, Plan, Schedule, require_apscheduler
+from .recovery.stuck import Asked, StuckReport, stuck
 from .recovery.sweep import SweepReport, monitor_in_turn, repair_in_turn, repair_is_off, sweep
 from .report_entries import EntryReport
 from .reports import RunReport, StepReport, read_run
@@ -247,8 +248,7 @@ class Operator:
         queue = self._queue_store()
         elsewhere = None if queue is None or queue is self.store else self._posts(queue, run_id)
 
-        broker = self.broker
-        declared = None if broker is None else Declared(workflows_of(broker), broker.actors)
+        declared = self._declared()
 
         def look(tx: Tx) -> Explanation | None:
             posts = elsewhere or (self._unseen() if queue is None else self._posts_in(tx, run_id))
@@ -268,9 +268,20 @@ class Operator:
         if not 0 < limit <= MAX_STUCK:
             raise ValueError(f"limit must be from 1 to {MAX_STUCK}, not {limit}")
         self._require_tables()
-        declared = None if self.broker is None else list(workflows_of(self.broker))
-        now = self.store.clock.now()
-        return self.store.read(lambda tx: stuck(tx, settings=self.settings, now=now, limit=limit, declared=declared))
+        queue = self._queue_store()
+        apart = queue is not None and queue is not self.store
+        elsewhere: Asked = None
+        if queue is not None and apart:  # before the rows are read
+            queue.prepare()
+            elsewhere = queue.read(self._asked)
+        now, declared = self.store.clock.now(), self._declared()
+
+        def asked(tx: Tx) -> Asked:
+            return elsewhere if apart else self._asked(tx)
+
+        return self.store.read(
+            lambda tx: stuck(tx, settings=self.settings, now=now, limit=limit, declared=declared, asked=asked)
+        )
 
     def verify(self, run_id: str | None = None, *, workflow: str | None = None, finished: bool = False) -> VerifyReport:
         """Whether recorded histories fit the application's code: of one run, or of every live one. Changes nothing (HISTORY-1).
@@ -357,15 +368,22 @@ class Operator:
         """Undo what a run has done, then end it.
 
         Raises:
-          RefusedError: it was cancelled before without that, or it has ended and its rollback halted: that is resumed instead.
+          RefusedError: it was cancelled before without that, or it has ended and its rollback halted: that is resumed instead. Or the rollback
+            cannot be planned, because its code does not fit its history for example (COMP-3).
           ConcurrentTransitionError: it has ended otherwise.
         """
         handle = self._handle(run_id, "cancel")
         before, worked = self.worked(run_id)
         try:
             changed = handle.compensate(reason)
-        except ConcurrentTransitionError as error:
-            if self.show_run(run_id).rollback != "halted":
+        except Exception as error:
+            if UNPLANNED in getattr(error, "__notes__", ()):
+                text = str(error) if isinstance(error, SagaError) else f"{type(error).__name__}: {error}"
+                raise RefusedError(
+                    f"{text}; its rollback cannot be planned, and nothing was changed: deploy code that fits its history, or end it without "
+                    f"undoing anything: `{command('cancel', run_id, options='--keep')}`"
+                ) from error
+            if not isinstance(error, ConcurrentTransitionError) or self.show_run(run_id).rollback != "halted":
                 raise
             raise RefusedError(
                 f"run {run_id} is {error.actual}, and its rollback has halted: not all of its work is undone; once the cause is mended, "
@@ -469,13 +487,13 @@ class Operator:
         """End the level of a running undo without it, where nobody is at it any more (PAR-3, COMP-4).
 
         Raises:
-          RefusedError: it is not running, or something else ends it: its message, as a database broker keeps it, a reclaim, a lease.
+          RefusedError: it is not running, or something else is to come for it: its message, as a database broker keeps it, a reclaim, a lease.
           FlowNotFoundError: there is no such run.
         """
         handle = self._handle(run_id, "abandon-undo")
         queue = self._queue_store()
         posts = () if queue is None else self._posts(queue, run_id).of("compensation", sequence)
-        for post in posts:
+        for post in () if self._is_run_again(run_id, sequence) else posts:
             if post.state != "dead":
                 held = f"reserved by a worker until {to_iso(post.at)}" if post.state == "reserved" else f"there ({post.state})"
                 raise RefusedError(
@@ -493,6 +511,17 @@ class Operator:
         report = self.show_run(run_id)
         worker = next((undo.worker_id for undo in handle.compensations() if undo.sequence == sequence), None)
         return Resumed(run_id, report.status, report.rollback, changed, *_not_undone(report), worker)
+
+    def _is_run_again(self, run_id: str, sequence: int) -> bool:
+        """Whether the undo of a step is running, with a reclaim window or a lease behind it: that is what is said of it, then."""
+        report = self.show_run(run_id)
+        undos = {step.row.sequence: step.compensation for step in report.steps} | report.undone_children
+        undo = undos.get(sequence)
+        return (
+            undo is not None
+            and undo.row.status == "running"
+            and (undo.lease is not None or undo.row.reclaim_stale_at is not None)
+        )
 
     # --- all runs ----------------------------------------------------------------------------------------------------
 
@@ -532,10 +561,11 @@ class Operator:
     ) -> str:
         """Monitor, repair and prune again and again, until something is put into ``stop``, which is returned (LOOP-1).
 
-        ``tell`` is given the plan, and a line of each pass that has something to say. The rest is as for
+        ``tell`` is given the plan, and a line of each pass that has something to say. The rest, what is raised included, is as for
         :func:`dramatiq_saga.scheduling.add_jobs`.
         """
         engine, sender = self._sweeper("schedule")
+        require_apscheduler()
         plan = Plan.make(
             engine.settings,
             monitor_seconds=monitor_seconds,
@@ -629,6 +659,9 @@ class Operator:
         broker = self._application(action)
         return FlowHandle(run_id, self.show_run(run_id).workflow, middleware=middleware_of(broker), broker=broker)
 
+    def _declared(self) -> Declared | None:
+        return None if self.broker is None else Declared(workflows_of(self.broker), self.broker.actors)
+
     def _queue_store(self) -> Store | None:
         if self.broker is None:
             return self.store
@@ -679,6 +712,19 @@ class Operator:
         elif self.broker is None and not posts:
             note = "this database keeps no message of it; whether its broker keeps its queues here, only the application knows (--app)"
         return Posts(tuple(posts), note is None, note)
+
+    def _asked(self, tx: Tx) -> Asked:
+        """What the messages of a database broker ask for, dead letters aside; ``None`` where not all of them can be known."""
+        if not isinstance(self.broker, DatabaseBroker):
+            return None
+        found = dead_letters.waiting(tx, looked_at=MESSAGES_LOOKED_AT)
+        if found is None or None in found:
+            return None
+        facts = [options.get(OPTION) for options in found if options is not None]
+        return {
+            (one["run"], str(one.get("kind")), one.get("sequence"))
+            for one in facts if isinstance(one, dict) and isinstance(one.get("run"), str) and not isinstance(one.get("sequence"), dict | list)
+        }  # fmt: skip
 
     def _number_of(self, store: Store, message_id: str) -> int:
         found = [row[0] for row in store.read(lambda tx: tx.all(_BY_MESSAGE, (message_id,)))]

@@ -66,7 +66,7 @@ class NextTry:
 class CompensationReport:
     """The undoing of a step. ``beside`` names the steps that are undone side by side with it, in one level of the rollback.
 
-    ``lease`` is what stands behind it while it is running under a heartbeat (RECLAIM-5).
+    ``lease`` is what stands behind it while it is running under a heartbeat (RECLAIM-5). ``behind``: an earlier level is at work.
     """
 
     row: CompensationView
@@ -75,6 +75,7 @@ class CompensationReport:
     goes_on: bool = True  # whether its rollback is running
     beside: tuple[int, ...] = ()
     lease: Lease | None = None
+    behind: bool = False
 
     @property
     def next_try(self) -> NextTry | None:
@@ -263,9 +264,13 @@ def read_run(
         undone[view.sequence] = CompensationReport(
             view, tries_of(view.actor, _options(options)), repairs, facts["rollback"] == "running", lease=lease(view, seen_at)
         )
+    at_work = min(
+        (undo.row.level for undo in undone.values() if undo.row.ended_at is None and not undo.row.given_up), default=None
+    )
     for sequence, undo in undone.items():
         beside = tuple(other for other in levels[undo.row.level] if other != sequence)
-        undone[sequence] = replace(undo, beside=beside) if beside else undo
+        behind = at_work is not None and undo.row.level > at_work
+        undone[sequence] = replace(undo, beside=beside, behind=behind)
     entries = read_entries(tx, run_id, shown)
     steps = []
     parked = read_parked(tx, run_id)

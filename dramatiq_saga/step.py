@@ -25,14 +25,15 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
-from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit
+from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit, TimeLimitExceeded
 from dramatiq.results import Results
 
-from .codec import decode, describe_error, encode
+from .codec import decode, describe_error, describe_interrupted, encode
 from .context import Around, restorer
 from .engine import blocks, children, fence, liveness, runs, timers, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
+from .engine.lookout import WorkflowStalledError
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
 from .errors import (
@@ -63,6 +64,9 @@ OPTION = "saga"
 
 #: Longest hop of a message that is put back on a broker of another kind, in milliseconds (CLAIM-2).
 MAX_HOP_MS = 60_000
+
+#: Where a function of a workflow seems to hang in this process, what would call another of it comes again after so many milliseconds.
+BUSY_MS = 5_000
 
 # Whether a claim stands, and its run wants it.
 _STANDS = (
@@ -385,20 +389,25 @@ class Runner:
 
     def _poisoned(self, delivery: Delivery, claim: Claim) -> None:
         """Claimed as often as allowed, and no worker has lived to report: it fails instead of killing one more (RECLAIM-6)."""
-        error = StepInterruptedError(
-            claim.actor,
-            claim.job.sequence,
-            message=f"it was claimed {claim.claims - 1} times and never reported an outcome; raise max_claims, or mend what kills it",
-        )
-        self._settle(delivery, claim, describe_error(error), error)
+        times = f"{claim.claims - 1} time{'' if claim.claims == 2 else 's'}"
+        if (claim.max_claims or self.engine.settings.reclaim.max_claims) == 1:
+            then = ", and it may be begun only once; nobody knows how far it came"
+        else:
+            then = "; mend what kills it, or raise max_claims"
+        self._interrupted(delivery, claim, f"it was claimed {times} and never reported an outcome{then}")
 
     def _cut_short(self, delivery: Delivery, claim: Claim, interrupt: BaseException) -> None:
-        error = StepInterruptedError(
-            claim.actor,
-            claim.job.sequence,
-            message=f"{type(interrupt).__name__} cut it short, and it may be begun only once; nobody knows how far it came",
-        )
-        self._settle(delivery, claim, describe_error(error), error)
+        cause = type(interrupt).__name__
+        self._interrupted(delivery, claim, f"{cause} cut it short, and it may be begun only once; nobody knows how far it came")
+
+    def _interrupted(self, delivery: Delivery, claim: Claim, message: str) -> None:
+        """It fails for want of an outcome. Its run hears of it from the row; people, here."""
+        job = claim.job
+        error = StepInterruptedError(claim.actor, job.sequence, message=message)
+        if self._settle(delivery, claim, describe_interrupted(error), error):
+            self.log.error(
+                "step_interrupted", row=job.row, run_id=job.run_id, sequence=job.sequence, actor=claim.actor, error=message
+            )
 
     def _are_tries_spent(self, delivery: Delivery, tries: int) -> bool:
         """Whether Dramatiq's Retries would have given up after that many failures."""
@@ -525,15 +534,18 @@ class Runner:
         error.__cause__ = cause
         self._settle(delivery, claim, describe_error(error), error)
 
-    def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> None:
-        """Record a failure that no further try can mend."""
+    def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> bool:
+        """Record a failure that no further try can mend; false where the fence refused it."""
         if claim.job.kind == "step":
-            fence.settle(self.engine, replace(fence.failed(claim, text), exception=error), self.sender, delivery.message)
+            outcome = replace(fence.failed(claim, text), exception=error)
+            landed = fence.settle(self.engine, outcome, self.sender, delivery.message)
         else:
             failed = replace(undoing.failed(claim, text), exception=error)
-            if not undoing.settle(self.engine, failed, self.sender, delivery.message):
+            landed = undoing.settle(self.engine, failed, self.sender, delivery.message)
+            if not landed:
                 _count_not(delivery)
         delivery.state = "done"
+        return landed
 
     def _wanted_by_dramatiq(self, delivery: Delivery) -> bool:
         """Whether the value goes on to Dramatiq: it does where something there asked for it (NATIVE-5)."""
@@ -701,7 +713,10 @@ class Runner:
         def part() -> None:
             if delivery.interrupts:
                 forget_replay()
-                self.put_back(delivery, 1000)
+                self._drive_cut_short(delivery)
+            elif delivery.level is None and delivery.actor in self.engine.lookout.busy():
+                self.put_back(delivery, BUSY_MS)
+                return
             elif self._is_held_elsewhere(delivery):
                 return
             elif delivery.kind == "timer":
@@ -714,7 +729,21 @@ class Runner:
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
+        self.engine.lookout.begin()
         shielded(part, delivery.interrupts)
+
+    def _drive_cut_short(self, delivery: Delivery) -> None:
+        """A drive that was interrupted has decided nothing, and is done again. Where its function has taken up the time limit, the next one
+        would be cut short as well: then the run is held. test_a_drive_that_its_time_limit_cuts_short_is_held"""
+        lasted = self.engine.lookout.lasted()
+        limited = any(isinstance(interrupt, TimeLimitExceeded) for interrupt in delivery.interrupts)
+        spent = limited and lasted * 2000 >= (self._time_limit(delivery) or 0)
+        found = runs.as_found(self.engine, delivery.run_id, unseen=True) if spent else None
+        if found is None:
+            self.put_back(delivery, BUSY_MS if spent else 1000)
+            return
+        error = WorkflowStalledError(found.workflow, lasted)
+        self.persist(lambda: runs.hold(self.engine, found, error, self.sender, delivery.message))
 
     def _level_closed(self, delivery: Delivery, level: int) -> None:
         undoing.level_closed(

@@ -65,6 +65,9 @@ BROKEN: dict[house.Rule, list[dict[str, str]]] = {
     ],
     house.named_tests_exist: [{"flow.py": "# proved by test_that_nobody_wrote"}],
     house.public_names_are_documented: [{"flow.py": "def run(): ..."}, {"flow.py": "class Flow: ..."}],
+    house.texts_name_no_rules: [
+        {"flow.py": "def f(n):\n    'A rule (PAR-3).'\n    raise ValueError(f'{n} is too late (EXPIRE-2)')"}
+    ],
 }
 
 FLOW = """

@@ -40,6 +40,7 @@ _HOLDS = {  # differs because: each has its own function that finds bytes in byt
     "mysql": "LOCATE(CAST(? AS BINARY), m.message) > 0",
 }
 _COUNT_STATE = "SELECT COUNT(*) FROM (SELECT 1 FROM {{messages}} WHERE state = {state} LIMIT ?) m"
+_WAITING = "SELECT message FROM {{messages}} WHERE state = {state}"
 _COLUMNS = "id, queue, actor, message_id, reason, attempts, enqueued_at, died_at, message"
 _LIST = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 ORDER BY died_at DESC, id DESC LIMIT ?"
 _LIST_QUEUE = f"SELECT {_COLUMNS} FROM {{messages}} WHERE state = 3 AND queue = ? ORDER BY died_at DESC, id DESC LIMIT ?"
@@ -135,6 +136,19 @@ def carrying(tx: Tx, text: str, *, looked_at: int, limit: int) -> tuple[list[Fou
         count = tx.one(_COUNT_STATE.format(state=state), (looked_at,))
         complete = complete and count is not None and count[0] < looked_at
     return found, complete
+
+
+def waiting(tx: Tx, *, looked_at: int) -> list[dict[str, Any] | None] | None:
+    """The options of every message that is no dead letter, ``None`` for one that cannot be decoded; ``None`` for a deep queue.
+
+    That is one with more than ``looked_at`` messages in a state; then none is read.
+    """
+    states = [state for state in _STATES if state != DEAD]
+    for state in states:
+        count = tx.one(_COUNT_STATE.format(state=state), (looked_at + 1,))
+        if count is None or count[0] > looked_at:
+            return None
+    return [_options_of(bytes(row[0])) for state in states for row in tx.all(_WAITING.format(state=state))]
 
 
 def _options_of(payload: bytes) -> dict[str, Any] | None:

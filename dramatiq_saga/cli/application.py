@@ -16,8 +16,12 @@ from types import ModuleType
 import dramatiq.broker
 from dramatiq import Actor, Broker
 
+from ..commands import install
 from ..middleware import SagaMiddleware
 from ..operations import RefusedError
+
+#: What an application imports for its broker or its database, and the extra that brings it.
+_EXTRAS = {"redis": "redis", "pika": "rabbitmq", "psycopg": "postgres", "pymysql": "mysql", "apscheduler": "schedule"}
 
 
 def open_application(name: str) -> Broker:
@@ -62,7 +66,9 @@ def _import(module_name: str, here: str) -> ModuleType:
             raise RefusedError(
                 f"{error} (--app {module_name}): it was looked for in {here} and on Python's path; {advice}"
             ) from None
-        raise RefusedError(f"module {module_name!r} cannot be imported: {error}{_where(error)}") from None
+        extra = _EXTRAS.get(missing.partition(".")[0])
+        brings = f": it comes with an extra of dramatiq-saga, {install(extra)}" if extra else ""
+        raise RefusedError(f"module {module_name!r} cannot be imported: {error}{_where(error)}{brings}") from None
     except (Exception, SystemExit) as error:
         raise RefusedError(
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}"

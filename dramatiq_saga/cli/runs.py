@@ -375,12 +375,11 @@ def _kick(operator: Operator, options: argparse.Namespace) -> Answer:
         elif report.status != "completed":
             said += f"; its work is begun anew by a new run: {command('send', report.workflow)}"
         return Answer(value, [said])
-    lines = [f"{run} is {report.status}: sent to be driven again, with new repairs for it and for what it is parked on"]
+    parked = " for it and for what it is parked on" if report.rows else "; it is parked on nothing that could be sent again"
+    lines = [f"{run} is {report.status}: sent to be driven again, with new repairs{parked}"]
     for row in report.rows:
         what = f"{_KICKED[row.kind]} {row.sequence} ({cell(row.actor)}, {row.status})"
         lines.append(f"  {what}: {'sent again' if row.left is None else f'left alone: {row.left}'}")
-    if not report.rows:
-        lines.append("  nothing of it is open")
     return Answer(value, lines)
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from ..codec import printable
+from ..commands import install
 from ..operations import Operator
 from ..recovery.schedule import PRUNE_AT, Plan
 from ..settings import Settings
@@ -26,7 +27,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     schedule = commands.add_parser(
         "schedule", parents=[common], help="monitor, repair and prune in a process that stays",
         description="Monitor, repair (if it is on) and prune again and again, until SIGTERM or Ctrl-C. Any number of such processes may "
-        "run: one pass is done per interval. Needs APScheduler (pip install 'dramatiq-saga[schedule]').",
+        "run: one pass is done per interval. Needs APScheduler: " + install("schedule"),
     )  # fmt: skip
     schedule.add_argument(
         "--monitor-seconds", metavar="N", type=_checked("monitor_seconds", float), help="instead of loop.monitor_seconds (30)"

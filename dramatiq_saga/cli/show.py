@@ -254,6 +254,8 @@ def _standing(report: StepReport | CompensationReport, now: int) -> str:
         return f"{status}: {times(row.tries, 'try', 'tries')} so far; next is {_try(upcoming.number, of)}{when}"
     if isinstance(report, StepReport) and report.row.held_back and row.status == "pending":
         return "held back: its turn comes when another member of its block has ended"
+    if upcoming is not None and isinstance(report, CompensationReport) and report.behind:
+        return f"{status}: its turn comes when the undos before it have ended"
     if upcoming is not None:
         held = upcoming.at is not None and upcoming.at > now
         when = (

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: When a message is tried again whose claim did not survive its commit, in milliseconds.
 RETRY_UNCOMMITTED_MS = 1_000
 
+#: How the mark of a claim begins that was made without a message, by a loop in its caller's process (SYNC-1).
+INLINE = "inline/"
+
 #: A message outlives its run where that is pruned before it comes, and then its id may be another run's: which one the message is of is
 #: told by when the run was created. A message that does not say so is taken at its word.
 #: test_a_message_of_a_pruned_run_runs_nothing_of_its_namesake
@@ -197,7 +200,7 @@ class ClaimAttempt:
     def __init__(self, engine: Engine, job: Job, *, nonce: str, time_limit_ms: int | None = None, inline: bool = False) -> None:
         self.engine = engine
         self.job = job
-        self.delivery = f"{job.message_id}/{nonce}"[:64]
+        self.delivery = (f"{INLINE}{nonce}" if inline else f"{job.message_id}/{nonce}")[:64]
         self.time_limit_ms = time_limit_ms
         self.inline = inline
         self._lease: int | None = None  # when the lease behind a row ends that another worker holds

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..clock import to_iso
 from ..codec import describe_error, load_error
 from ..errors import (
     CompensationFailedError,
@@ -364,18 +365,22 @@ def abandon(engine: Engine, run_id: str, sequence: int, sender: Sender) -> bool:
             advance(engine, run_id, sender, None)  # an earlier call may have failed to send the next undo
             return False
         if row is None or run[1] != "running" or not row.left_alone(engine):
-            raise ConcurrentTransitionError(run_id, f"rid of the undo of step {sequence}", _at(run, row, sequence))
+            raise ConcurrentTransitionError(run_id, f"rid of the undo of step {sequence}", _at(engine, run, row, sequence))
         job = Job("compensation", run_id, sequence, 0, row.attempts, "")
         if settle(engine, unfinished(job, row.actor, row.attempts), sender, None):
             return True
 
 
-def _at(run: tuple[Any, ...], row: _Row | None, sequence: int) -> str:
+def _at(engine: Engine, run: tuple[Any, ...], row: _Row | None, sequence: int) -> str:
     """Why the undo of a step is not one to be abandoned."""
     if row is None:
         return f"{run[0]}, and no undo of step {sequence} is planned"
     if row.status == "running":
-        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker once that is given up (reclaim, or a lease)"
+        frees = [] if row.reclaim_stale_at is None else [f"from {to_iso(row.reclaim_stale_at)} on (its reclaim window)"]
+        if liveness.is_on(engine.settings) and liveness.is_watched(row.worker_id):
+            lease = engine.settings.reclaim.dead_workers.lease_seconds
+            frees.append(f"once its worker has not been heard from for {lease:g} seconds (its lease)")
+        return f"{run[0]}, and the undo of step {sequence} will be taken from its worker and run again, {', or '.join(frees)}"
     return f"{run[0]}, and the undo of step {sequence} is {row.status}"
 
 
@@ -467,11 +472,13 @@ def side_by_side(
 def _failure(failures: Sequence[_Row]) -> str | None:
     if not failures:
         return None
-    parts = []
+    parts, unfinished_only = [], True
     for row in failures:
         cause = load_error(row.error) if row.error else {"type": "unknown", "message": ""}
-        parts.append(f"undo of step {row.sequence} ({row.actor}): {in_one_line(cause['type'], cause['message'])}")
-    unfinished_only = all(row.error and load_error(row.error)["type"] == _UNFINISHED for row in failures)
+        unfinished = cause["type"] == _UNFINISHED  # which names the undo itself
+        unfinished_only = unfinished_only and unfinished
+        said = in_one_line(cause["type"], cause["message"])
+        parts.append(cause["message"] if unfinished else f"undo of step {row.sequence} ({row.actor}): {said}")
     return describe_error((CompensationUnfinishedError if unfinished_only else CompensationFailedError)("; ".join(parts)))
 
 

@@ -20,7 +20,9 @@ from ..clock import to_iso
 from ..codec import load_error
 from ..commands import command
 from ..engine import liveness
+from ..engine.claim import INLINE
 from ..engine.retry_on_signal import Stored
+from ..errors import is_named
 from .rows import UNDONE_AT, UNENDED
 from .sweep import LONG_RUNNING_MS
 
@@ -59,6 +61,11 @@ _BODY = f"SELECT worker_id, {liveness.seen_sql('worker_id')} FROM {{action_runs}
 _FAILED_UNDOS = (
     "SELECT sequence, actor, level, error FROM {compensation_runs} WHERE run_id = ? AND status = 'failed' AND given_up = TRUE "
     "ORDER BY level, sequence DESC LIMIT ?"
+)
+_INLINE = tuple(
+    f"SELECT 1 FROM {{{table}}} WHERE run_id = ? AND ended_at IS NULL AND status = 'running' "
+    f"AND SUBSTR(delivery, 1, {len(INLINE)}) = '{INLINE}' LIMIT 1"
+    for table in ("action_runs", "compensation_runs")
 )
 _WAITS = "SELECT sequence, kind, name, due_at, created_at FROM {waits} WHERE run_id = ? AND status = 'waiting' ORDER BY sequence LIMIT ?"
 _CHILDREN = (
@@ -205,7 +212,11 @@ def why(
     if row is None:
         return None
     run = dict(zip(_RUN_COLUMNS, row, strict=True))
+    inline = runs_inline(tx, run_id)
+    if inline:
+        posts = replace(posts, certain=False, note="its caller's process is at it (run_sync), which has none and needs none")
     asking = _Asking(tx, run, settings, now, posts)
+    asking.inline = inline
     asking.declared = declared
     if run["rollback"] == "running":
         reasons = list(asking.rolling_back())
@@ -218,6 +229,14 @@ def why(
     return Explanation(run_id, run["workflow"], run["status"], run["rollback"], tuple(reasons), posts.note, asking.more)
 
 
+def runs_inline(tx: Tx, run_id: str) -> bool:
+    """Whether a loop in its caller's process is at a step or an undo of the run: it has no messages, so none is missing (SYNC-1).
+
+    test_a_step_that_run_sync_is_at_is_not_called_lost
+    """
+    return any(tx.one(sql, (run_id,)) is not None for sql in _INLINE)
+
+
 class _Asking:
     """One run that is asked about."""
 
@@ -226,6 +245,7 @@ class _Asking:
         self.id: str = run["id"]
         self.more = 0
         self.declared: Declared | None = None
+        self.inline = False
 
     def _all(self, sql: str) -> list[Any]:
         return list(self.tx.all(sql, (self.id, TOLD) if "LIMIT" in sql else (self.id,)))
@@ -316,9 +336,9 @@ class _Asking:
             if attempts:
                 act = Act("monitor", "its rollback is tried again, in the first sweep after", run["expiry_after"])
                 yield Reason(
-                    "overdue", f"it is overdue, and its rollback could not be planned {_times(attempts)} (EXPIRE-2), since", expires_at,
+                    "overdue", f"it is overdue, and its rollback could not be planned {_times(attempts)}, since", expires_at,
                     error=_error(run["hold_error"]), acts=(act,), rank=0,
-                    advice=("deploy code that fits its history (dramatiq-saga verify), or cancel it",),
+                    advice=(_mend(run["hold_error"]), f"or end it, undoing nothing: {command('cancel', self.id, options='--keep')}"),
                 )  # fmt: skip
             else:
                 yield Reason("overdue", "it is overdue and is to be undone, since", expires_at, rank=0,
@@ -331,8 +351,7 @@ class _Asking:
                 run["hold_until"], error=_error(run["hold_error"]), rank=0,
                 acts=(Act("monitor", "a sweep drives it again; the first one after" if unseen else "nothing drives it by itself",
                           run["hold_until"] if unseen else None, on=unseen),),
-                advice=("deploy code that fits its history (dramatiq-saga verify says what would not fit)",
-                        f"then, not to wait for the window: {self._kick()}"),
+                advice=(_mend(run["hold_error"]), f"then, not to wait for the window: {self._kick()}"),
             )  # fmt: skip
         elif run["wakes"] > run["wakes_seen"]:
             yield self._undriven()
@@ -464,7 +483,10 @@ class _Asking:
         known: dict[str, Any] = {"sequence": sequence, "name": actor, "error": _error(error), "messages": posts}
         if status == "running":
             known |= {"worker": worker, "lease": liveness.lease_behind(self.settings, worker, seen_at)}
-            return self._running(what, queue, known, attempts, tries, started_at, reclaim_at, repairs, repair_after)
+            held = f"running on worker {liveness.name_of(worker)} (claim {attempts}, try {tries + 1})"
+            if known["lease"] is None and reclaim_at is None:
+                return self._never_reclaimed(what, held, known, started_at)
+            return self._running(what, queue, known, held, started_at, reclaim_at, repairs, repair_after)
         if status == "failed":
             retry = Act("native retry", f"try {tries + 1}, as its actor's retries say, at", next_try_at, on=not lost)
             doctor = self._doctor("R1", next_try_at or since, repairs, repair_after)
@@ -474,7 +496,7 @@ class _Asking:
             )  # fmt: skip
         if not_before is not None and not_before > self.now:
             return Reason(
-                f"{what}_not_before", "the step that it undoes may still be at work (COMP-9); not before", not_before,
+                f"{what}_not_before", "the step that it undoes may still be at work; not before", not_before,
                 acts=(*self._held(sequence), *self._comes(posts), self._doctor("R1", not_before, repairs, repair_after)), **known,
             )  # fmt: skip
         ready = any(post.state == "ready" for post in posts)
@@ -486,7 +508,7 @@ class _Asking:
             kind, at = f"{what}_suspect", next_try_at
             text = (
                 f"it was claimed {_times(claims)} and never reported: its worker is gone, and may have died of it; it waits for its turn among "
-                "such steps (RECLAIM-6)"
+                "such steps"
             )
         elif begun:
             text = f"it was given back, and may have done its work (claim {attempts}); no worker has taken it again"
@@ -507,16 +529,14 @@ class _Asking:
         return (Act("lease", f"worker {worker} is at that step: heard from, it may move the moment on; last", lease.seen_at),)
 
     def _running(
-        self, what: str, queue: str, known: dict[str, Any], attempts: int, tries: int, started_at: int, reclaim_at: int | None,
+        self, what: str, queue: str, known: dict[str, Any], held: str, started_at: int, reclaim_at: int | None,
         repairs: int, repair_after: int | None,
     ) -> Reason:  # fmt: skip
         lease: liveness.Lease | None = known["lease"]
-        held = f"running on worker {liveness.name_of(known['worker'])} (claim {attempts}, try {tries + 1})"
-        if lease is None and reclaim_at is None:
-            return self._never_reclaimed(what, held, known, started_at)
         posts: tuple[Post, ...] = known["messages"]
         lost = self._lost(posts)
-        takes = "another worker may take it, when its message is delivered,"
+        comes = "when its message is delivered" if not lost else "once a message is sent for it (there is none)"
+        takes = f"another worker may take it, {comes},"
         acts, free = [], [] if reclaim_at is None else [reclaim_at]  # free: from when on it is free, whatever its worker does
         stands = f"reclaim deadline {'passed' if reclaim_at is not None and reclaim_at <= self.now else 'ahead'}"
         if lease is not None and lease.is_over(self.now):
@@ -536,37 +556,45 @@ class _Asking:
         since, unless = min(free, default=0), ""
         if lease is not None and (not free or lease.ends_at < since):
             since, unless = lease.ends_at, "its worker is heard from"
-        acts.append(self._doctor("R3", since, repairs, repair_after, unless=unless))
+        doctor = self._doctor("R3", since, repairs, repair_after, unless=unless)
+        advice = self._deliver(posts, queue, lost=lost) if passed else ()
+        if passed and not advice and not doctor.on:
+            advice = (f"its worker keeps its message for as long as it lives; not to wait for it: {self._kick()}",)
         return Reason(
-            f"{what}_running", f"{held}, {stands}, since", started_at, lost=passed and lost, acts=tuple(acts),
-            advice=self._deliver(posts, queue, lost=lost) if passed else (), **known,
+            f"{what}_running", f"{held}, {stands}, since", started_at, lost=passed and lost, acts=(*acts, doctor), advice=advice, **known
         )  # fmt: skip
 
     def _never_reclaimed(self, what: str, held: str, known: dict[str, Any], started_at: int) -> Reason:
-        """A row that nothing takes from its worker (RECLAIM-4)."""
+        """A row that nothing takes from its worker (RECLAIM-4).
+
+        A living worker keeps its message, so one without a message is mostly dead. It may have been cut off from the queue as well, when a
+        clock was set or its machine slept.
+        """
         long = self.now - started_at >= LONG_RUNNING_MS
-        lost = what == "undo" and self._lost(known["messages"])
-        find_out = "if its worker is gone, find out what it did, then:"
-        if what == "step":
-            advice = f"{find_out} {command('cancel', self.id, options='--compensate')}, or --keep"
-        elif any(post.state != "dead" for post in known["messages"]):
+        posts: tuple[Post, ...] = known["messages"]
+        kept = any(post.state != "dead" for post in posts)
+        lost = self._lost(posts)
+        unknown = not (kept or lost or self.inline)
+        gone = f"if its worker is gone,{' and its message lost,' if unknown else ''}"
+        if what == "undo" and kept:
             advice = "if its worker is gone, let its message come back to a worker: that ends its level"
+        elif what == "undo":
+            advice = f"{gone} find out what it did, then: {command('abandon-undo', self.id, str(known['sequence']))}"
         else:
-            advice = f"{find_out} {command('abandon-undo', self.id, str(known['sequence']))}"
-        act = Act("reclaim", "it is off for this row: nothing will ever take it from its worker (RECLAIM-4)", on=False)
+            advice = f"{gone} find out what it did, then: {command('cancel', self.id, options='--compensate')}, or --keep"
+        act = Act("reclaim", "it is off for this row: nothing will ever take it from its worker", on=False)
         report = [Act("worker", "its worker records the outcome when the body returns")]
-        if what == "undo" and not lost:
+        if lost:
+            report = [Act("worker", "one that lives keeps its message, so this one is mostly dead: look at it", on=False)]
+        elif what == "undo" and not self.inline:
             report.append(
-                Act(
-                    "message",
-                    "its message, if it is delivered again, ends its level without it, as if it had failed for good (PAR-3)",
-                )
+                Act("message", "its message, if it is delivered again, ends its level without it, as if it had failed for good")
             )
         unleased = Act("lease", "it was claimed under a heartbeat, and leases are off (reclaim.dead_workers.enabled)", on=False)
         off = (unleased, act) if liveness.is_watched(known["worker"]) else (act,)
         return Reason(
             f"{what}_running", f"{held}, without a reclaim deadline{_LOST if lost else ''}, since", started_at, lost=lost,
-            acts=off if long else (*report, *off), advice=(advice,) if long or lost else (), **known,
+            acts=off if long else (*report, *off), advice=() if kept and not long else (advice,), **known,
         )  # fmt: skip
 
     # --- what acts next ----------------------------------------------------------------------------------------------
@@ -609,7 +637,7 @@ class _Asking:
                 rule, f"the doctor has spent its {_count(repairs, 'repair')} on it: only a kick sends it again", on=False
             )
         unknown = self.declared is None and not repair.enabled
-        off = _switched_off(rule, repair) if repair.enabled or unknown else "repair.enabled"
+        off = switched_off(rule, repair) if repair.enabled or unknown else "repair.enabled"
         if off is not None:
             return Act(rule, f"the doctor is off for it ({off})", on=False)
         grace = 0 if rule == "R3" else int(repair.grace_seconds * 1000)
@@ -623,10 +651,22 @@ class _Asking:
 _LOST = ", and no message for it exists"
 
 
-def _switched_off(rule: str, repair: Repair) -> str | None:
+def switched_off(rule: str, repair: Repair) -> str | None:
     """The dial that keeps a rule from acting."""
     name = {"R1": "redispatch_lost_actions", "R2": "wake_stuck_flows", "R3": "redispatch_stale_running_actions"}[rule]
     return None if getattr(repair, name) else f"repair.{name}"
+
+
+def hangs(error: str | None) -> bool:
+    """Whether a recorded error says that a workflow's function did not come back: a replay of one's own would not either."""
+    return error is not None and is_named((str(load_error(error).get("type")),), "WorkflowStalledError")
+
+
+def _mend(error: str | None) -> str:
+    """What a run needs whose drive, or whose plan, has failed."""
+    if hangs(error):
+        return "find out what its function waits for (py-spy dump shows where it stands), and deploy code that does not"
+    return "deploy code that fits its history (dramatiq-saga verify says what would not fit)"
 
 
 def _error(text: str | None) -> dict[str, Any] | None:

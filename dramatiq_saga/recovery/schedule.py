@@ -24,6 +24,7 @@ from zoneinfo import ZoneInfo
 import structlog
 
 from ..clock import SystemClock, to_iso
+from ..commands import install
 from ..errors import MissingExtraError
 from ..settings import MIN_INTERVAL
 from . import passes
@@ -247,6 +248,11 @@ class _APScheduler(NamedTuple):
     IntervalTrigger: Any
 
 
+def require_apscheduler() -> None:
+    """Raise MissingExtraError where there is no APScheduler that is new enough."""
+    _apscheduler()
+
+
 def _apscheduler() -> _APScheduler:
     try:
         from apscheduler.schedulers.background import BackgroundScheduler
@@ -254,7 +260,7 @@ def _apscheduler() -> _APScheduler:
         from apscheduler.triggers.interval import IntervalTrigger
     except ImportError as error:
         raise MissingExtraError(
-            f"schedules need APScheduler 3.11 or a later 3.x ({error}): pip install 'dramatiq-saga[schedule]'; "
+            f"schedules need APScheduler 3.11 or a later 3.x ({error}): {install('schedule')}; "
             "cron with `dramatiq-saga sweep` does without, and so does loop.enabled"
         ) from error
     BaseTrigger.register(Daily)  # this module can be imported without it

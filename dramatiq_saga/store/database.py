@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from peewee import Database, DatabaseProxy, SqliteDatabase
 
 from ..clock import Clock, SystemClock
+from ..commands import install
 from ..errors import DatabaseUnusableError, SchemaVersionError, StoreError
 from . import migrations, models
 from .clocks import Correction, ServerClock
@@ -318,7 +319,7 @@ def open_store(
         )
     if not has_driver(database):
         raise DatabaseUnusableError(
-            f"the driver for {type(database).__name__} is not installed: install dramatiq-saga[postgres] or dramatiq-saga[mysql]"
+            f"the driver for {type(database).__name__} is not installed: {install('postgres')}, or [mysql]"
         )
     return Store(database, prefix=prefix, clock=clock, auto_create=auto_create)
 

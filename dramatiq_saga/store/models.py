@@ -94,7 +94,7 @@ class Row(Model):
 
     def save(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it writes every column, whatever has happened to the row since it was read."""
-        raise TypeError("rows are written by conditional statements only (STATUS-1); use update() or insert()")
+        raise TypeError("rows are written by conditional statements only; use update() or insert()")
 
 
 class _LongText(TextField):

@@ -66,9 +66,9 @@ class WatchedRunner(Runner):
         self.watcher.step_failed(job, error)
         super().refuse(job, actor, error)
 
-    def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> None:
+    def _settle(self, delivery: Delivery, claim: Claim, text: str, error: BaseException) -> bool:
         self.watcher.step_failed(claim.job, error)
-        super()._settle(delivery, claim, text, error)
+        return super()._settle(delivery, claim, text, error)
 
 
 class Takeover:

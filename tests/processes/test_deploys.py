@@ -169,7 +169,7 @@ def test_runs_that_nobody_can_resume_are_listed_and_resumed_once_somebody_can(sh
     worker.terminate()
     report = shop.run(run)
     assert (report.status, report.steps[2].row.status) == ("waiting", "completed")
-    assert "knows actor 'order'" in (report.hold_error or {})["message"]
+    assert "knows workflow 'order'" in (report.hold_error or {})["message"]
     assert json.loads(shop.command("verify", "--json").stdout)["problems"][0]["held"] == 1
 
     deployed(shop, "first")

@@ -355,6 +355,22 @@ def public_names_are_documented(package: Package) -> Iterator[str]:
                 yield module.at(node.lineno, f"{node.name} has no docstring")
 
 
+def texts_name_no_rules(package: Package) -> Iterator[str]:
+    """The names of rules are for readers of the source: whoever is told something by a command or an error has never seen them."""
+    for module in package.modules:
+        documents = {
+            id(node.body[0].value)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+                for name in re.findall(r"\b(?!UTF)[A-Z]{2,}-[0-9]{1,2}\b", node.value):
+                    yield module.at(node.lineno, f"{name} in a text that is told: a rule's name belongs in a docstring")
+
+
 Rule = Callable[[Package], Iterator[str]]
 
 RULES: list[Rule] = [
@@ -371,6 +387,7 @@ RULES: list[Rule] = [
     arguments_after_the_second_are_named,
     named_tests_exist,
     public_names_are_documented,
+    texts_name_no_rules,
 ]
 
 

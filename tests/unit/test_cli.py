@@ -269,11 +269,40 @@ def test_a_module_that_breaks_is_named_with_its_line(shop: Shop) -> None:
     assert f"{name}.py, line 2" in done.err
 
 
+class Without:
+    """As if a package were not installed."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] == self.missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def test_a_module_whose_own_import_is_missing_is_told_from_a_missing_module(shop: Shop) -> None:
     name = shop.write("import not_installed_here\n")
     done = shop.plainly("--app", name, "list")
     assert done.status == 1
     assert f"module '{name}' cannot be imported: No module named 'not_installed_here'" in done.err
+    assert "extra" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "extra"),
+    [("redis", "dramatiq.brokers.redis", "redis"), ("pika", "dramatiq.brokers.rabbitmq", "rabbitmq")],
+)
+def test_a_brokers_package_that_is_missing_names_the_extra(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, missing: str, module: str, extra: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
+    done = shop.plainly("--app", shop.write(f"import {module}\n"), "list")
+    assert done.status == 1
+    assert f"No module named '{missing}'" in done.err
+    assert f"pip install 'PATH-OF-THE-CHECKOUT[{extra}]'" in done.err
 
 
 def test_a_module_without_a_broker_does_not_get_one_made_up(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +676,19 @@ def test_show_tells_a_pending_and_a_running_step(shop: Shop) -> None:
     assert "may be claimed again at 2286-11-20 17:46:39.999Z (in " in shop("show", run.id).out
     shop.sql("UPDATE saga_action_runs SET reclaim_stale_at = 1 WHERE sequence = 3")
     assert "may be claimed again since 1970-01-01 00:00:00.001Z" in shop("show", run.id).out
+
+
+def test_show_says_of_an_undo_of_a_later_level_that_its_turn_has_not_come(shop: Shop) -> None:
+    """COMP-1: no worker can take it yet."""
+    run_id = shop("send", "withdrawal").out.strip()
+    run = get_flow(run_id, broker=shop.module.broker)
+    shop.work_until(lambda: run.status == "waiting")
+    shop("cancel", run_id, "--compensate")
+    undos = [line.strip() for line in shop("show", run_id).lines if "undo by refund" in line]
+    behind = "undo by refund: pending: its turn comes when the undos before it have ended"
+    assert undos == [behind, behind, "undo by refund: pending: next is try 1 of 1, as soon as a worker takes it"]
+    shop.work_until(lambda: run.status == "cancelled")
+    assert "its turn comes" not in shop("show", run_id).out
 
 
 def test_show_tells_who_is_at_a_step_and_when_that_was_heard_from(shop: Shop) -> None:
@@ -1077,6 +1119,14 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     assert "  step 3 (ship, running): left alone: it is running, and nothing says when its worker may be given up" in left.out
     value = shop("kick", run.id, "--json").value
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
+
+
+def test_kick_of_a_run_that_is_parked_on_nothing_says_that(shop: Shop) -> None:
+    """KICK-1."""
+    run = shop.start()
+    assert shop("kick", run.id).lines == [
+        f"run {run.id} of checkout is pending: sent to be driven again, with new repairs; it is parked on nothing that could be sent again"
+    ]
 
 
 def test_kick_says_what_a_run_waits_for_that_nothing_is_sent_for(shop: Shop) -> None:

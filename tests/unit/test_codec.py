@@ -24,6 +24,7 @@ from dramatiq_saga.codec import (
     MAX_ERROR_LENGTH,
     decode,
     describe_error,
+    describe_interrupted,
     digest,
     encode,
     encode_call,
@@ -35,7 +36,7 @@ from dramatiq_saga.codec import (
     roundtrip,
     step_failed,
 )
-from dramatiq_saga.errors import NotSerializableError, StepFailedError, StepInterruptedError
+from dramatiq_saga.errors import NotSerializableError, StepFailedError, StepInterruptedError, in_one_line
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 JSON = st.recursive(
@@ -486,10 +487,17 @@ def test_a_run_that_fails_of_a_step_records_the_steps_own_error_as_the_cause() -
 
 def test_an_interrupted_step_stays_one_through_its_row() -> None:
     """RECLAIM-6."""
-    error = step_failed("charge", 3, text=describe_error(StepInterruptedError("charge", 3, message="claimed 5 times")))
+    error = step_failed("charge", 3, text=describe_interrupted(StepInterruptedError("charge", 3, message="claimed 5 times")))
     assert type(error) is StepInterruptedError
     assert error.message == "claimed 5 times"
     assert error.is_a(StepInterruptedError) and error.is_a(StepFailedError)
+
+
+def test_a_run_that_an_interrupted_step_ends_names_the_step() -> None:
+    """RECLAIM-6: the row of the step itself has its name; the run's has not."""
+    recorded = load_error(describe_error(StepInterruptedError("charge", 3, message="claimed 5 times")))
+    assert in_one_line(recorded["type"], recorded["message"]) == "step 3 (charge) was interrupted: claimed 5 times"
+    assert recorded["cause"]["message"] == "claimed 5 times"
 
 
 def test_nothing_is_imported_for_a_stored_name() -> None:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from dramatiq_saga import Flow, FlowHandle, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.cli.explain import _lines, _stuck_lines
 from dramatiq_saga.clock import to_iso
+from dramatiq_saga.codec import describe_error
 from dramatiq_saga.errors import FlowNotFoundError
-from dramatiq_saga.operations import MAX_STUCK, Operator
+from dramatiq_saga.operations import MAX_STUCK, Operator, RefusedError
 from dramatiq_saga.recovery.explain import Explanation, Reason
+from dramatiq_saga.recovery.patience import WorkflowStalledError
 from dramatiq_saga.recovery.stuck import StuckReport
 from tests.support.plans import listen, ways
 from tests.support.workbench import MakeBench, Workbench
@@ -67,10 +70,23 @@ def scheduled(bench: Workbench) -> FlowHandle[Any]:
     return run
 
 
-def claimed(bench: Workbench, *, reclaim_in: int | None = None, worker: str = "host-7") -> FlowHandle[Any]:
-    """A run whose first step a worker has claimed that is no more."""
+def reserve(bench: Workbench) -> None:
+    """A worker has taken every message that waits, and keeps it."""
+    now = bench.clock.now()
+    bench.write(
+        "UPDATE {messages} SET state = 2, reserved_at = ?, lease_until = ?, attempts = 1 WHERE state <> 3",
+        now,
+        now + 30 * SECOND,
+    )
+
+
+def claimed(bench: Workbench, *, reclaim_in: int | None = None, worker: str = "host-7", kept: bool = False) -> FlowHandle[Any]:
+    """A run whose first step a worker has claimed that is no more, and its message with it; or, ``kept``, one that has it still."""
     run = scheduled(bench)
-    bench.lose_messages()
+    if kept:
+        reserve(bench)
+    else:
+        bench.lose_messages()
     bench.write(
         "UPDATE {action_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = ?, reclaim_stale_at = ? "
         "WHERE run_id = ?",
@@ -79,13 +95,13 @@ def claimed(bench: Workbench, *, reclaim_in: int | None = None, worker: str = "h
     return run
 
 
-def claimed_under_a_heartbeat(bench: Workbench, *, reclaim_in: int | None = None) -> FlowHandle[Any]:
+def claimed_under_a_heartbeat(bench: Workbench, *, reclaim_in: int | None = None, kept: bool = False) -> FlowHandle[Any]:
     """The same by a worker that has been heard from at that moment, and then no more."""
     bench.write(
         "INSERT INTO {workers} (id, host, pid, started_at, seen_at) VALUES ('beat:host-7-1f', 'host', 7, ?, ?)",
         bench.clock.now(), bench.clock.now(),
     )  # fmt: skip
-    return claimed(bench, worker="beat:host-7-1f", reclaim_in=reclaim_in)
+    return claimed(bench, worker="beat:host-7-1f", reclaim_in=reclaim_in, kept=kept)
 
 
 def leases(**more: Any) -> Settings:
@@ -269,14 +285,141 @@ def test_a_running_step_is_left_to_its_worker_until_its_deadline(joined: Workben
 
 def test_a_running_step_without_a_deadline_needs_a_human_after_an_hour(joined: Workbench) -> None:
     """RECLAIM-4."""
-    run = claimed(joined)
+    run = claimed(joined, kept=True)
     assert not deciding(joined, run).stuck
+    assert deciding(joined, run).advice == ()
+    joined.advance(HOUR - 1)
     assert list_stuck(joined).runs == ()
-    joined.advance(HOUR)
+    joined.advance(1)
     reason = deciding(joined, run)
     assert reason.stuck
     assert f"dramatiq-saga cancel {run.id} --compensate, or --keep" in reason.advice[0]
     assert kinds(list_stuck(joined)) == [(run.id, "never_reclaimed")]
+
+
+# --- a message that certainly does not exist ------------------------------------------------------------------------
+
+
+def test_a_step_whose_worker_and_message_are_gone_is_told_at_once(make_bench: MakeBench) -> None:
+    """RECLAIM-4, CLAIM-2: with everything off, the delivery that comes back is acknowledged as orphaned, and nothing comes for the step."""
+    bench = make_bench(settings=Settings())
+    run = scheduled(bench)
+    (message,) = bench.messages()
+    bench.write(
+        "UPDATE {action_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = 'host-7', delivery = ? WHERE run_id = ?",
+        bench.clock.now(), f"{message.message_id}/killed", run.id,
+    )  # fmt: skip
+    assert deciding(bench, run).advice == (), "its message comes back to a worker"
+    bench.work_until(lambda: bench.messages() == [])
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.lost, reason.stuck) == ("step_running", True, True)
+    assert "without a reclaim deadline, and no message for it exists" in reason.text
+    (advice,) = reason.advice
+    assert advice == (
+        f"if its worker is gone, find out what it did, then: dramatiq-saga cancel {run.id} --compensate, or --keep"
+    )
+    bench.advance(60)
+    (line,) = list_stuck(bench).runs
+    assert (line.run_id, line.kind, line.advice) == (run.id, "never_reclaimed", "look at its worker; if it is gone, cancel")
+    assert "step 1 book_hotel is running on host-7; no message for it exists" in line.reason
+    assert operator(bench).cancel(run.id).status == "cancelled"
+
+
+def test_a_long_body_on_a_living_worker_is_nobodys_business(make_bench: MakeBench) -> None:
+    """RECLAIM-4: with everything off too. A worker keeps its message until the outcome is recorded."""
+    bench = make_bench(settings=Settings())
+    run = bench.send()
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        bench.write("UPDATE {messages} SET lease_until = lease_until + 600000")  # as a worker does that lives
+        bench.advance(300)
+        seen.append((list_stuck(bench).runs, deciding(bench, run).lost))
+
+    bench.bodies["book_hotel"] = look
+    bench.work_until(lambda: run.status == "completed")
+    assert seen == [((), False)]
+
+
+def test_a_step_that_run_sync_is_at_is_not_called_lost(make_bench: MakeBench) -> None:
+    """SYNC-1, RECLAIM-4: a loop in its caller's process has no messages; nor do the steps lack one that it comes to later."""
+    bench = make_bench(settings=Settings())
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        (found,) = bench.engine.store.read(lambda tx: tx.all("SELECT id FROM {flow_runs}"))
+        bench.advance(300)
+        why = operator(bench).why(found[0])
+        seen.append((list_stuck(bench).runs, any(reason.lost or reason.stuck for reason in why.reasons)))
+        (advice,) = next(reason.advice for reason in why.reasons if reason.kind == "step_running")
+        assert advice.startswith("if its worker is gone, find out what it did, then: dramatiq-saga cancel")
+        assert "run_sync" in (why.messages_note or "")
+
+    def wide(flow: Flow) -> None:
+        flow.parallel(*(flow.action(bench.actors["pay"], number) for number in range(2))).run()
+
+    bench.bodies["pay"] = look
+    workflow(name="wide", broker=bench.broker)(wide).run_sync()
+    assert seen == [((), False)] * 2
+
+
+@pytest.mark.parametrize("what", ["drive", "step", "undo"])
+def test_with_the_doctor_off_what_has_lost_its_message_is_listed_after_the_grace(make_bench: MakeBench, what: str) -> None:
+    """DOCTOR-1: nothing else sends it again. With the doctor on, it is the doctor's."""
+    bench = make_bench(settings=Settings())
+    if what == "undo":
+        run = rolling_back(bench)
+    else:
+        run = bench.send() if what == "drive" else scheduled(bench)
+    bench.advance(60)
+    assert list_stuck(bench).runs == (), "its message is there"
+    bench.lose_messages()
+    (line,) = list_stuck(bench).runs
+    assert (line.run_id, line.kind, line.advice) == (run.id, "lost", "kick")
+    row = {"drive": "its drive", "step": "step 1 book_hotel", "undo": "undo of step 2 cancel_flight"}[what]
+    assert line.reason.startswith(f"{row}: no message for it exists")
+    store = bench.engine.store
+    assert Operator(store, settings=Settings()).stuck().runs == (), (
+        "without the application nobody knows its queues, nor its dials"
+    )
+    on = Settings.from_mapping({"repair.enabled": True})
+    assert Operator(store, settings=on, broker=bench.broker).stuck().runs == ()
+    operator(bench).kick(run.id)
+    assert list_stuck(bench).runs == ()
+    bench.lose_messages()
+    bench.advance(HOUR)
+    assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")], "each once"
+
+
+def test_of_a_queue_that_cannot_be_read_whole_nothing_is_called_lost(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(settings=Settings())
+    run = scheduled(bench)
+    bench.lose_messages()
+    bench.advance(60)
+    assert kinds(list_stuck(bench)) == [(run.id, "lost")]
+    monkeypatch.setattr("dramatiq_saga.operations.MESSAGES_LOOKED_AT", 1)
+    bench.actors["pay"].send()
+    assert kinds(list_stuck(bench)) == [(run.id, "lost")], "it is not deep yet"
+    bench.actors["pay"].send()
+    assert list_stuck(bench).runs == ()
+    bench.lose_messages()
+    bench.actors["pay"].send()
+    bench.write("UPDATE {messages} SET message = ?", b"no message")
+    assert list_stuck(bench).runs == ()
+
+
+def test_a_body_past_its_window_on_a_worker_that_lives_needs_a_kick_with_the_doctor_off(make_bench: MakeBench) -> None:
+    """RECLAIM-3: its message comes back only when its worker dies; R3 would not wait for that."""
+    bench = make_bench(settings=Settings())
+    run = claimed(bench, reclaim_in=60, kept=True)
+    assert deciding(bench, run).advice == ()
+    bench.advance(61)
+    (advice,) = deciding(bench, run).advice
+    assert advice == f"its worker keeps its message for as long as it lives; not to wait for it: dramatiq-saga kick {run.id}"
+    bench.middleware.settings = Settings.from_mapping({"repair.enabled": True})
+    assert deciding(bench, run).advice == ()
 
 
 # --- a lease behind it (RECLAIM-5) -----------------------------------------------------------------------------------
@@ -340,7 +483,7 @@ def test_a_worker_whose_heartbeat_row_is_gone_counts_as_dead(make_bench: MakeBen
     run = claimed(bench, worker="beat:gone")
     reason = deciding(bench, run)
     assert acts(reason)["lease"] == (None, False)
-    assert "may take it, when its message is delivered, now" in text(bench, run)
+    assert "may take it, once a message is sent for it (there is none), now" in text(bench, run)
     assert reason.as_dict()["lease_ends_at"] is None
 
 
@@ -365,7 +508,7 @@ def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench
     """RECLAIM-4, RECLAIM-5: a step of many hours on a living worker needs nobody; a dead one's does after an hour, also with R3 on."""
     bench = make_bench(settings=leases())
     repairing = Settings.from_mapping({"repair.enabled": True}, base=leases())
-    run = claimed_under_a_heartbeat(bench)
+    run = claimed_under_a_heartbeat(bench, kept=True)
     bench.advance(HOUR)
     bench.write("UPDATE {workers} SET seen_at = ?", bench.clock.now())
     bench.advance(HOUR + 59)
@@ -374,6 +517,7 @@ def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench
     (found,) = list_stuck(bench).runs
     assert (found.run_id, found.kind, found.advice) == (run.id, "not_taken_over", "see that workers run, then kick")
     assert "step 1 book_hotel is running on host-7-1f; free to be taken over for an hour" in found.reason
+    bench.lose_messages()
     assert deciding(bench, run).stuck
     assert kinds(Operator(bench.engine.store, settings=repairing).stuck()) == [(run.id, "not_taken_over")]
 
@@ -381,7 +525,7 @@ def test_a_row_under_a_lease_is_stuck_only_where_nothing_comes_for_it(make_bench
 def test_a_passed_deadline_that_nothing_comes_for_is_stuck_too(make_bench: MakeBench) -> None:
     """RECLAIM-3, RECLAIM-4: with the doctor off, an hour after the deadline."""
     bench = make_bench(settings=Settings())
-    run = claimed(bench, reclaim_in=60)
+    run = claimed(bench, reclaim_in=60, kept=True)
     bench.advance(HOUR + 59)
     assert list_stuck(bench).runs == ()
     bench.advance(1)
@@ -521,7 +665,54 @@ def test_an_overdue_run_whose_rollback_cannot_be_planned_says_so(joined: Workben
     reason = deciding(joined, run)
     assert (reason.kind, acts(reason)) == ("overdue", {"monitor": (now + 9 * SECOND, True)})
     assert "2 times" in reason.text
-    assert kinds(list_stuck(joined)) == [(run.id, "overdue")]
+    assert f"or end it, undoing nothing: dramatiq-saga cancel {run.id} --keep" in reason.advice[1]
+    (line,) = list_stuck(joined).runs
+    assert (line.kind, line.advice) == ("overdue", "deploy code that fits its history, or cancel --keep")
+
+
+def test_a_cancel_that_would_undo_what_does_not_fit_says_that_nothing_was_changed_and_what_ends_the_run(
+    joined: Workbench,
+) -> None:
+    """COMP-3."""
+
+    def trip(flow: Flow, traveller: str) -> Any:
+        made = flow.action(joined.actors["book_hotel"], traveller)
+        made.compensate_with(lambda one: joined.actors["cancel_hotel"].message(one["by"])).run()
+        flow.run(joined.actors["pay"], traveller)
+
+    joined.flow_function = trip
+    run = scheduled(joined)
+    joined.write(
+        "UPDATE {action_runs} SET status = 'completed', attempts = 1, started_at = 1, ended_at = 1, result = ? WHERE run_id = ?",
+        b'{"by":"book_hotel"}', run.id,
+    )  # fmt: skip
+    joined.engine.cache.drop(run.id)
+    joined.flow_function = lambda flow, traveller: flow.run(joined.actors["pay"], traveller)
+    with pytest.raises(RefusedError) as refused:
+        operator(joined).compensate(run.id)
+    assert "does not fit its workflow's code at sequence 1" in str(refused.value)
+    assert "nothing was changed" in str(refused.value)
+    assert f"`dramatiq-saga cancel {run.id} --keep`" in str(refused.value)
+    assert (run.status, run.rollback) == ("running", "none")
+    assert operator(joined).cancel(run.id).status == "cancelled"
+
+
+@pytest.mark.parametrize("overdue", [False, True])
+def test_a_function_that_hangs_is_not_to_be_replayed_by_hand(joined: Workbench, overdue: bool) -> None:
+    """HISTORY-1, EXPIRE-2: `verify` would hang as well. Its error comes bare, as others do."""
+    run, now = scheduled(joined), joined.clock.now()
+    error = describe_error(WorkflowStalledError("trip", 60))
+    joined.write(
+        "UPDATE {flow_runs} SET hold_error = ?, hold_count = 1, hold_until = ?, expires_at = ?, expiry_attempts = ?, wakes = wakes + 1 "
+        "WHERE id = ?", error, now + 9 * SECOND, now if overdue else None, int(overdue), run.id,
+    )  # fmt: skip
+    reason = deciding(joined, run)
+    assert "verify" not in "".join(reason.advice)
+    assert "find out what its function waits for" in reason.advice[0]
+    line = list_stuck(joined).runs[0]
+    assert line.kind == ("overdue" if overdue else "held")
+    assert line.advice == f"find out what its function waits for{', or cancel --keep' if overdue else ''}"
+    assert ": WorkflowStalledError: the code of workflow trip did not come back" in line.reason
 
 
 def test_a_held_run_tells_its_error_its_window_and_the_way_out(joined: Workbench) -> None:
@@ -638,6 +829,45 @@ def test_a_running_undo_whose_message_is_gone_names_the_command_at_once(joined: 
     assert f"abandon-undo {run.id} 2" in reason.advice[0]
 
 
+@pytest.mark.parametrize("what", ["step", "undo"])
+def test_where_messages_cannot_be_seen_a_running_row_names_the_way_out_at_once(make_bench: MakeBench, what: str) -> None:
+    """PAR-3, RECLAIM-4: with Redis or RabbitMQ nobody can know whether its message exists."""
+    bench = make_bench(joins=False, settings=Settings())
+    table, sequence = ("action_runs", 1) if what == "step" else ("compensation_runs", 2)
+    run = scheduled(bench) if what == "step" else rolling_back(bench)
+    bench.write(
+        f"UPDATE {{{table}}} SET status = 'running', attempts = 1, started_at = ? WHERE run_id = ? AND sequence = ?",
+        bench.clock.now(), run.id, sequence,
+    )  # fmt: skip
+    reason = deciding(bench, run)
+    assert (reason.kind, reason.lost, reason.stuck) == (f"{what}_running", False, False)
+    way_out = f"cancel {run.id} --compensate, or --keep" if what == "step" else f"abandon-undo {run.id} 2"
+    assert reason.advice == (
+        f"if its worker is gone, and its message lost, find out what it did, then: dramatiq-saga {way_out}",
+    )
+    bench.advance(60)
+    assert list_stuck(bench).runs == ()
+
+
+@pytest.mark.parametrize("behind", ["reclaim window", "lease"])
+def test_an_undo_that_is_run_again_is_not_abandoned_and_the_refusal_says_when(make_bench: MakeBench, behind: str) -> None:
+    """PAR-3, RECLAIM-1, RECLAIM-5: the message that is there does not end its level, then."""
+    bench = make_bench(settings=leases())
+    run, until = rolling_back(bench), bench.clock.now() + 60 * SECOND
+    bench.write(
+        "UPDATE {compensation_runs} SET status = 'running', attempts = 1, started_at = ?, worker_id = ?, reclaim_stale_at = ? "
+        "WHERE run_id = ? AND sequence = 2",
+        bench.clock.now(), "beat:host-7-1f" if behind == "lease" else "host-7", until if behind != "lease" else None, run.id,
+    )  # fmt: skip
+    reserve(bench)
+    with pytest.raises(RefusedError) as refused:
+        operator(bench).abandon_undo(run.id, 2)
+    assert "the undo of step 2 will be taken from its worker and run again, " in str(refused.value)
+    moment = "once its worker has not been heard from for 60 seconds (its lease)"
+    assert (moment if behind == "lease" else f"from {to_iso(until)} on (its reclaim window)") in str(refused.value)
+    assert "ends the undo's level" not in str(refused.value)
+
+
 def undone(bench: Workbench, *, sequence: int | None = None, status: str = "completed") -> FlowHandle[Any]:
     """A run whose undos have ended (but that of the first step, given ``sequence``), and whose rollback nobody has ended."""
     run = rolling_back(bench)
@@ -684,8 +914,9 @@ def test_a_rollback_whose_end_is_not_recorded_needs_a_human_where_the_doctor_is_
     reason = deciding(bench, run)
     assert (reason.kind, reason.stuck) == ("rolling_back", True)
     assert "nothing is left to be undone" in reason.text
-    bench.advance(HOUR - 1)
     assert list_stuck(bench).runs == ()
+    bench.advance(HOUR - 1)
+    assert kinds(list_stuck(bench)) == [(run.id, "lost")]
     bench.advance(1)
     assert kinds(list_stuck(bench)) == [(run.id, "not_taken_over")]
 
@@ -788,6 +1019,33 @@ def test_runs_of_workflows_that_are_not_declared_are_listed_where_the_applicatio
     joined.write("UPDATE {flow_runs} SET workflow = 'gone' WHERE id = ?", run.id)
     assert kinds(list_stuck(joined)) == [(run.id, "undeclared")]
     assert Operator(joined.engine.store, settings=joined.settings).stuck().runs == ()
+
+
+def test_what_is_rolled_back_needs_no_workflow_only_the_actors_of_its_undos(joined: Workbench) -> None:
+    """COMP-1: its plan is rows."""
+    run = rolling_back(joined)
+    joined.write("UPDATE {flow_runs} SET workflow = 'gone' WHERE id = ?", run.id)
+    assert list_stuck(joined).runs == ()
+    joined.write("UPDATE {compensation_runs} SET actor = 'lost_too' WHERE run_id = ? AND sequence = 1", run.id)
+    (line,) = list_stuck(joined).runs
+    assert (line.run_id, line.kind, line.advice) == (run.id, "undeclared", "deploy its module")
+    assert line.reason == "undo of step 1 is lost_too's, which the application does not declare"
+    joined.write("UPDATE {compensation_runs} SET actor = 'cancel_hotel' WHERE run_id = ? AND sequence = 1", run.id)
+    joined.work_until(lambda: run.status == "cancelled")
+    assert [name for name, _ in joined.done[-2:]] == ["cancel_flight", "cancel_hotel"]
+
+
+def test_a_stale_drive_of_a_workflow_that_nobody_declares_is_told_as_one_of_a_workflow(joined: Workbench) -> None:
+    """NATIVE-3 is about actors."""
+    run = joined.send()
+    joined.write(
+        "UPDATE {messages} SET actor = 'gone', message = ?",
+        joined.messages()[0].copy().copy(actor_name="gone").encode(),
+    )
+    with capture_logs() as logs:
+        joined.work_until(lambda: joined.run_row(run, "hold_error")[0])
+    (line,) = [line for line in logs if line["event"] == "drive_message_rejected"]
+    assert "no worker on queue 'default' knows workflow 'gone'" in line["error"]
 
 
 def test_a_run_is_listed_once_with_its_gravest_reason(joined: Workbench) -> None:

@@ -109,7 +109,7 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
 def test_the_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """API: Redis is an extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingExtraError, match=r"dramatiq-saga\[redis\]"):
+    with pytest.raises(MissingExtraError, match=r"PATH-OF-THE-CHECKOUT\[redis\]"):
         RedisLocks("redis://localhost")
 
 

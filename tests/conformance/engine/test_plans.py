@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from dramatiq_saga import Flow, Settings
+from dramatiq_saga.brokers import dead_letters
 from dramatiq_saga.clock import ManualClock
 from dramatiq_saga.recovery import doctor, timer_loop
+from dramatiq_saga.recovery.explain import Declared
 from dramatiq_saga.recovery.heartbeat import Heartbeat
 from dramatiq_saga.recovery.kick import kick
 from dramatiq_saga.recovery.prune import prune
@@ -64,8 +66,14 @@ def bench(database_url: str, table_prefix: str) -> Iterator[Bench]:
     bench.close()
 
 
-def prefixed(prefix: str) -> Settings:
-    return Settings.from_mapping({"schema.table_prefix": prefix}, base=EVERYTHING_ON)
+def prefixed(prefix: str, *, base: Settings = EVERYTHING_ON) -> Settings:
+    return Settings.from_mapping({"schema.table_prefix": prefix}, base=base)
+
+
+def asked(tx: Any) -> set[Any]:
+    """The queues are read, and hold no message of a run."""
+    assert dead_letters.waiting(tx, looked_at=1000) is not None
+    return set()
 
 
 def test_nothing_that_a_run_does_reads_what_has_ended(bench: Bench) -> None:
@@ -87,7 +95,13 @@ def test_no_sweep_and_no_loop_reads_what_has_ended(bench: Bench) -> None:
             timer_loop.look(engine, sender)
             bench.engine.clock.advance(3600)  # type: ignore[attr-defined]  # everything is overdue, and has been lost
         kick(engine, "live-000000000000", sender)
-        engine.store.read(lambda tx: stuck(tx, settings=engine.settings, now=engine.now(), limit=20, declared=["trip"]))
+        everything_off = prefixed(engine.settings.schema.table_prefix, base=Settings())
+        for settings in (engine.settings, everything_off):
+            engine.store.read(
+                lambda tx, settings=settings: stuck(  # type: ignore[misc]
+                    tx, settings=settings, now=engine.now(), limit=20, declared=Declared(["trip"], ["book"]), asked=asked
+                )
+            )
         heart = Heartbeat(engine)
         heart.enter()
         heart.beat()

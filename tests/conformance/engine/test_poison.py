@@ -7,6 +7,7 @@ from typing import Any
 
 import dramatiq
 import pytest
+from structlog.testing import capture_logs
 
 from dramatiq_saga import Flow, SagaMiddleware, Settings, workflow
 from dramatiq_saga.brokers import SQLiteBroker
@@ -15,6 +16,7 @@ from dramatiq_saga.engine.claim import Claim, ClaimAttempt
 from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.engine.rows import Outgoing
 from dramatiq_saga.engine.sender import InlineSender
+from dramatiq_saga.errors import FlowFailedError
 from dramatiq_saga.events import ActionStarted, subscribe, unsubscribe
 from dramatiq_saga.inline import _InlineMessage, run_message
 from dramatiq_saga.middleware import build_message, middleware_of
@@ -67,11 +69,21 @@ def test_a_step_that_may_be_claimed_once_is_not_run_again_and_its_undo_learns_th
     """RECLAIM-6, C20: declared at most once, a crash ends the step as interrupted; with an undo declared safe it is undone."""
     shop = Shop(sqlite_path, limit=1)
     shop.lose_a_worker()
-    shop.deliver(shop.message)
+    with capture_logs() as logs:
+        shop.deliver(shop.message)
     (step,) = shop.handle.actions()
     assert (step.status, step.given_up) == ("failed", True)
     assert step.error["type"].endswith("StepInterruptedError")
-    assert "claimed 1 times" in step.error["message"]
+    once = "it was claimed 1 time and never reported an outcome, and it may be begun only once; nobody knows how far it came"
+    assert step.error["message"] == once, "max_claims(1) was meant"
+    assert [
+        (line["log_level"], line["sequence"], line["actor"], line["error"])
+        for line in logs
+        if line["event"] == "step_interrupted"
+    ] == [("error", 1, "charge", once)]
+    with pytest.raises(FlowFailedError, match=r"failed: step 1 \(charge\) was interrupted: it was claimed 1 time") as failed:
+        shop.handle.result()
+    assert (failed.value.cause or {})["type"].endswith("StepInterruptedError")
     assert shop.ran == ["refund"]
     assert [undo.undoes for undo in shop.handle.compensations()] == ["unknown"]
     assert (shop.handle.status, shop.handle.rollback) == ("failed", "done")
@@ -86,6 +98,11 @@ def test_claims_below_the_limit_run_the_step(sqlite_path: Path, lost: int) -> No
     shop.deliver(shop.message)
     assert shop.ran == (["charge"] if lost < 2 else ["refund"])
     assert shop.handle.status == ("completed" if lost < 2 else "failed")
+    if lost == 2:
+        with pytest.raises(
+            FlowFailedError, match="2 times and never reported an outcome; mend what kills it, or raise max_claims"
+        ):
+            shop.handle.result()
 
 
 @pytest.mark.parametrize("taken_over", [False, True])

@@ -63,6 +63,7 @@ from .flow import Flow
 from .interrupts import disarm
 from .journal.anomalies import AnomalyLog
 from .recovery.heartbeat import Heartbeat
+from .recovery.lookout_loop import LookoutLoop
 from .recovery.loop import SweepLoop
 from .recovery.timer_loop import TimerLoop
 from .settings import Settings
@@ -155,6 +156,7 @@ class SagaMiddleware(Middleware):
         self._timers: TimerLoop | None = None
         self._heartbeat: Heartbeat | None = None
         self._sweeps: SweepLoop | None = None
+        self._lookout: LookoutLoop | None = None
         self._workers: set[Worker] = set()  # that have begun to boot and not to stop
         self.worker_id = f"{socket.gethostname()[:24]}-{os.getpid()}-{secrets.token_hex(8)}"
         self.log = structlog.get_logger(self.settings.logging.logger or "dramatiq_saga")
@@ -330,7 +332,9 @@ class SagaMiddleware(Middleware):
                 self._timers = TimerLoop(runner.engine, runner.sender)
             if self._sweeps is None and self.settings.loop.enabled:
                 self._sweeps = SweepLoop(runner.engine, runner.sender)
-        for thread in (self._timers, self._sweeps):
+            if self._lookout is None:
+                self._lookout = LookoutLoop(runner.engine, runner.sender)
+        for thread in (self._timers, self._sweeps, self._lookout):
             if thread is not None:
                 thread.start(worker)
 
@@ -346,6 +350,8 @@ class SagaMiddleware(Middleware):
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Its threads have ended, or been left behind: no claim is made any more (RECLAIM-5)."""
+        if self._lookout is not None:
+            self._lookout.stop(worker)
         if self._heartbeat is not None:
             self._heartbeat.stop(worker)
 

@@ -25,7 +25,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
-from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit
+from dramatiq.middleware import Interrupt, Retries, Shutdown, SkipMessage, TimeLimit, TimeLimitExceeded
 from dramatiq.results import Results
 
 from .codec import decode, describe_error, describe_interrupted, encode
@@ -33,6 +33,7 @@ from .context import Around, restorer
 from .engine import blocks, children, fence, liveness, runs, timers, undoing
 from .engine import drive as drives
 from .engine.claim import Claim, ClaimAttempt, Job, Lost, Undoes, give_back
+from .engine.lookout import WorkflowStalledError
 from .engine.replay import forget_replay
 from .engine.rows import Outgoing
 from .errors import (
@@ -63,6 +64,9 @@ OPTION = "saga"
 
 #: Longest hop of a message that is put back on a broker of another kind, in milliseconds (CLAIM-2).
 MAX_HOP_MS = 60_000
+
+#: Where a function of a workflow seems to hang in this process, what would call another of it comes again after so many milliseconds.
+BUSY_MS = 5_000
 
 # Whether a claim stands, and its run wants it.
 _STANDS = (
@@ -709,7 +713,10 @@ class Runner:
         def part() -> None:
             if delivery.interrupts:
                 forget_replay()
-                self.put_back(delivery, 1000)
+                self._drive_cut_short(delivery)
+            elif delivery.level is None and delivery.actor in self.engine.lookout.busy():
+                self.put_back(delivery, BUSY_MS)
+                return
             elif self._is_held_elsewhere(delivery):
                 return
             elif delivery.kind == "timer":
@@ -722,7 +729,21 @@ class Runner:
                 self.persist(lambda: drives.drive(self.engine, delivery.run_id, self.sender, delivery.message))
             delivery.state = "done"
 
+        self.engine.lookout.begin()
         shielded(part, delivery.interrupts)
+
+    def _drive_cut_short(self, delivery: Delivery) -> None:
+        """A drive that was interrupted has decided nothing, and is done again. Where its function has taken up the time limit, the next one
+        would be cut short as well: then the run is held. test_a_drive_that_its_time_limit_cuts_short_is_held"""
+        lasted = self.engine.lookout.lasted()
+        limited = any(isinstance(interrupt, TimeLimitExceeded) for interrupt in delivery.interrupts)
+        spent = limited and lasted * 2000 >= (self._time_limit(delivery) or 0)
+        found = runs.as_found(self.engine, delivery.run_id, unseen=True) if spent else None
+        if found is None:
+            self.put_back(delivery, BUSY_MS if spent else 1000)
+            return
+        error = WorkflowStalledError(found.workflow, lasted)
+        self.persist(lambda: runs.hold(self.engine, found, error, self.sender, delivery.message))
 
     def _level_closed(self, delivery: Delivery, level: int) -> None:
         undoing.level_closed(

@@ -39,8 +39,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     stuck = commands.add_parser(
         "stuck", parents=[common], help="the runs that need a human",
         description="Runs that nothing will move by itself, each with its reason: halted rollbacks, held runs, spent repairs, steps that "
-        "nothing will reclaim or that no worker has come for in an hour and, with --app, workflows that the application does not "
-        "declare; and when something last swept. Reads only.",
+        "nothing will reclaim or that no worker has come for in an hour, what has lost its message with the doctor off and, with --app, "
+        "workflows that the application does not declare; and when something last swept. Reads only.",
     )  # fmt: skip
     stuck.add_argument("--limit", metavar="N", type=_limit, default=50, help="at most this many (50)")
     stuck.set_defaults(run=_stuck)

@@ -297,12 +297,12 @@ class ClaimAttempt:
         """
         key = (self.job.run_id, self.job.sequence)
         body = tx.one(_BODY, key)
-        until = None if body is None else liveness.at_work_until(self.engine, *body[:4], since=body[4], now=now)
-        if until is None:
+        until = now if body is None else liveness.at_work_until(self.engine, *body[:4], since=body[4], now=now)
+        if until <= now:
             tx.run(_BEGIN, key)  # whatever it is claimed for again, it is not held back again
-        else:
-            tx.run(_HOLD, (until, *key, self.delivery))
-        return until is not None
+            return False
+        tx.run(_HOLD, (until, *key, self.delivery))
+        return True
 
     def _claimed(self, row: tuple[Any, ...]) -> Claim:
         job = self.job

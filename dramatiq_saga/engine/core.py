@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import WriteRefusedError
 from ..journal import history
+from .lookout import Lookout
 from .rows import Outgoing, Snapshot
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Engine:
         self.workflows: dict[str, WorkflowDefinition] = {}
         self.cache = SnapshotCache()
         self.replay_cost: dict[str, float] = {}
+        self.lookout = Lookout()
         self.heart: Heart | None = None  # where this process keeps a heartbeat (RECLAIM-5): see ``liveness.heart_of``
         self.queues: set[str] | None = None  # the queues that this process consumes; None: all
 

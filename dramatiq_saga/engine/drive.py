@@ -104,7 +104,8 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
-        decision = _decide(engine, function, context, overdue=overdue)
+        with engine.lookout.call(snapshot.workflow, snapshot.run_id):
+            decision = _decide(engine, function, context, overdue=overdue)
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)
         if decision is None:

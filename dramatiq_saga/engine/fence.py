@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..codec import freeze
@@ -180,7 +181,7 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
 
 def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """An outcome that a drive has to see."""
-    if engine.drives(outcome.workflow, outcome.queue):
+    if _drives(engine, outcome):
         try:
             if _settle_with_decision(engine, outcome, sender, delivery):
                 return True
@@ -221,7 +222,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
-        decision = replay(definition.function, context, engine.make_flow)
+        with engine.lookout.call(outcome.workflow, job.run_id, record=partial(_record, engine, outcome, sender)):
+            decision = replay(definition.function, context, engine.make_flow)
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
         now = engine.now()
@@ -264,12 +266,27 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     return True
 
 
-def _settle_alone(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
+def _drives(engine: Engine, outcome: Outcome) -> bool:
+    """Whether the run is to be driven here: where another thread is in the workflow's function for long, it may be one that hangs."""
+    return engine.drives(outcome.workflow, outcome.queue) and outcome.workflow not in engine.lookout.busy()
+
+
+def _record(engine: Engine, outcome: Outcome, sender: Sender) -> None:
+    """Record an outcome whose decision does not come. The message at hand is left to whoever is at it, and is done with once that is back.
+
+    test_an_outcome_does_not_wait_for_a_function_that_hangs
+    """
+    _settle_alone(engine, outcome, sender, None, here=False)
+
+
+def _settle_alone(
+    engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None, *, here: bool | None = None
+) -> bool:
     """The outcome, its wake and a drive message; then, where this process can, the drive itself (DRIVE-2, DRIVE-6)."""
     job = outcome.job
     outbox = sender.outbox(delivery)
     outbox.load([Outgoing("drive", job.run_id, outcome.workflow, outcome.queue)])
-    here = engine.drives(outcome.workflow, outcome.queue)
+    here = _drives(engine, outcome) if here is None else here
     now = engine.now()
     lines: list[history.Line] = []
 

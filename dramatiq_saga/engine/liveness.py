@@ -144,23 +144,21 @@ def at_work_until(
     *,
     since: int,
     now: int,
-) -> int | None:
-    """Until when the body of a fenced step may be at work, as far as is known ``now``; ``None`` where it no longer counts (COMP-9).
+) -> int:
+    """Until when the body of a fenced step may be at work, as far as is known ``now``: a moment in the past where it is over (COMP-9).
 
     It may be until its reclaim deadline or its time limit, whichever comes first, and only while its worker is heard from (``seen_at``,
     :func:`seen_sql`), where leases are on; that is then to be asked again. Where none of the three is known, for ten minutes from ``since``.
     """
     known = min((moment for moment in (stale_at, limit_at) if moment is not None), default=None)
     if is_on(engine.settings) and is_watched(worker_id):
-        if seen_at is None or seen_at <= horizon(engine, now):
-            return None
-        heart = heart_of(engine)
-        # one that cannot be judged yet is soon asked about again
-        lease = max(seen_at + lease_ms(engine.settings), 0 if heart is None else heart.judges_from, now + 1_000)
-        until = lease if known is None else min(known, lease)
-    else:
-        until = since + UNBOUNDED_MS if known is None else known
-    return until if until > now else None
+        until = since if seen_at is None else seen_at + lease_ms(engine.settings)
+        if seen_at is not None and seen_at > horizon(engine, now):
+            heart = heart_of(engine)
+            # one that cannot be judged yet is soon asked about again
+            until = max(until, 0 if heart is None else heart.judges_from, now + 1_000)
+        return until if known is None else min(known, until)
+    return since + UNBOUNDED_MS if known is None else known
 
 
 def as_plain(lease: Lease | None) -> dict[str, str | None]:

@@ -212,7 +212,9 @@ def _planned(
         )
     not_before = None
     if isinstance(entry, StepEntry) and entry.status in ("running", "expired") and row.worker_id is not None:
-        # COMP-9: no refund before the charge has reported, gone stale or run out of time; the undo's claim asks again
+        # COMP-9: no refund before the charge has reported, gone stale or run out of time. Be that moment past or to come, the undo's claim
+        # asks again: here nobody may have been heard from only because the database could not be reached, or a clock was set.
+        # test_a_rollback_that_is_planned_where_nobody_is_heard_from_takes_no_living_worker_for_dead
         not_before = liveness.at_work_until(engine, row.worker_id, row.seen_at, row.stale_at, row.limit_at, since=now, now=now)
     return {
         "sequence": row.sequence,

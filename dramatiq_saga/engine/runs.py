@@ -54,6 +54,12 @@ _HOLD = (
     "hold_error = ?, hold_count = hold_count + 1, hold_until = ?, revision = revision + 1 "
     f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
+# The revision stays: what the drive may still come back with is a decision like any other.
+_STALLED = (
+    "UPDATE {flow_runs} SET hold_error = ?, hold_count = hold_count + 1, hold_until = ? "
+    f"WHERE id = ? AND revision = ? AND {THIS_RUN} AND hold_count = ? AND wakes > wakes_seen AND ended_at IS NULL "
+    "AND status <> 'rolling_back'"
+)
 _FOUND = "SELECT workflow, revision, hold_count, created_at FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back'"
 _FOUND_UNSEEN = f"{_FOUND} AND wakes > wakes_seen"
 
@@ -177,8 +183,6 @@ def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sende
     The window doubles with every failure, from ``monitor.expiration.backoff.base_seconds`` to ``max_seconds``; no cap on the
     number. Consumes the message at hand. False where the run has moved on meanwhile.
     """
-    backoff = engine.settings.monitor.expiration.backoff
-    window = min(backoff.base_seconds * 2 ** min(snapshot.hold_count, 30), backoff.max_seconds)
     now = engine.now()
     text = describe_error(error)
     lines = [history.Line(history.FLOW_HELD, name=snapshot.workflow, error=text)]
@@ -186,7 +190,7 @@ def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sende
     outbox.load([])
 
     def operation(tx: Tx) -> bool:
-        params = (text, now + int(window * 1000), snapshot.run_id, snapshot.revision, snapshot.created_at)
+        params = (text, now + pause(engine, snapshot.hold_count), snapshot.run_id, snapshot.revision, snapshot.created_at)
         if not tx.run(_HOLD, params):
             return False
         engine.record(tx, snapshot.run_id, now, lines)
@@ -199,6 +203,37 @@ def hold(engine: Engine, snapshot: Snapshot | Found, error: BaseException, sende
     outbox.delivered()
     notify.held(engine, snapshot, error)
     return True
+
+
+def hold_stalled(engine: Engine, found: Found, error: BaseException) -> bool:
+    """The same for a run whose drive has not come back; false where it has, or the run has been held meanwhile.
+
+    The drive may yet come back, and lands then unless another has been faster.
+    test_what_a_stalled_function_comes_back_with_is_a_drive_like_any_other
+    """
+    now, text = engine.now(), describe_error(error)
+    lines = [history.Line(history.FLOW_HELD, name=found.workflow, error=text)]
+
+    def operation(tx: Tx) -> bool:
+        until = now + pause(engine, found.hold_count)
+        if not tx.run(_STALLED, (text, until, found.run_id, found.revision, found.created_at, found.hold_count)):
+            return False
+        engine.record(tx, found.run_id, now, lines)
+        return True
+
+    if not engine.store.write(operation):
+        return False
+    notify.held(engine, found, error)
+    return True
+
+
+def pause(engine: Engine, failures: int, since: int | None = None) -> int:
+    """For how long a run is left alone, in milliseconds: it doubles with every failure. Of a try whose failure nobody may live to count, it
+    grows with the time ``since`` when the run waits: half of that, and so half as many tries with each doubling.
+    """
+    backoff = engine.settings.monitor.expiration.backoff
+    waited = 0.0 if since is None else (engine.now() - since) / 2000
+    return int(min(max(backoff.base_seconds * 2 ** min(failures, 30), waited), backoff.max_seconds) * 1000)
 
 
 def cancel(engine: Engine, run_id: str, sender: Sender, reason: str | None = None) -> bool:
@@ -393,7 +428,8 @@ def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int |
         return None, None
     context = Replay(snapshot, now=engine.now(), settings=engine.settings, looks_only=True)
     try:
-        decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
+        with engine.lookout.call(snapshot.workflow, snapshot.run_id):
+            decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
     except NeedsRecording:
         decision = Decision("suspended", resolved=context.resolved)
     return decision, min(unseen - {sequence for sequence, _ in decision.resolved}, default=None)

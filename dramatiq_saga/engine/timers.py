@@ -63,6 +63,7 @@ _SET_ALARM = "UPDATE {flow_runs} SET timer_at = ? WHERE id = ? AND ended_at IS N
 _TAKE_UP = "UPDATE {flow_runs} SET timer_at = timer_last, timer_last = NULL WHERE id = ? AND timer_last = ?"
 _LATER = "SELECT timer_last FROM {flow_runs} WHERE id = ?"
 _CLEAR = "UPDATE {flow_runs} SET timer_at = NULL WHERE id = ? AND timer_at = ?"
+_OVERDUE = "SELECT 1 FROM {flow_runs} WHERE id = ? AND ended_at IS NULL AND status <> 'rolling_back' AND expires_at <= ?"
 _EXPIRY = "SELECT workflow, expiry_attempts FROM {flow_runs} WHERE id = ?"
 _HOLD_OFF = (
     "UPDATE {flow_runs} SET expiry_after = ? WHERE id = ? AND (expiry_after IS NULL OR expiry_after <= ?) AND expiry_attempts = ? "
@@ -117,6 +118,7 @@ class _Found:
     workflow: str
     queue: str
     priority: int | None
+    expires_at: int | None
     expiry_attempts: int
     timer_at: int | None
     unseen: bool
@@ -135,14 +137,13 @@ def fire(
     at: int | None = None,
     here: bool = True,
     sweeping: bool = False,
-    calls: bool = True,
 ) -> Fired:
     """End what is due in a run, in due order, have the run driven, and set the next alarm.
 
     ``delivery`` is the message at hand and ``at`` the moment that it was for. With ``here``, a run whose workflow this process knows is
     driven on the spot; otherwise by a message. ``sweeping``: an overdue run is held off before its function is called, and where it is
-    ``left``, the caller sends for it. Without ``calls``, no function is called: an overdue run is ``left`` then like one whose workflow
-    this process does not know.
+    ``left``, the caller sends for it. Where another call of its workflow's function seems to hang in this process, it is ``left``, too, and
+    driven by a message.
 
     Raises StoreError where the store refuses, MessageNotSentError where a message did not leave; calling it again goes on from there.
     """
@@ -154,13 +155,14 @@ def fire(
         found = engine.store.read(lambda tx: _look(tx, run_id, now, ours))  # noqa: B023
         if found is None:
             return fired
+        calls = found.workflow in engine.workflows and found.workflow not in engine.lookout.busy()
         knows = calls and engine.drives(found.workflow, found.queue)
         if found.waits or found.steps:
             ended = True
             driven = _end(engine, found, sender, delivery, fired, now=now, here=here and knows) or driven
             continue
         if found.overdue:
-            if sweeping and ours is None and calls and found.workflow in engine.workflows:
+            if sweeping and ours is None and calls:
                 ours = _hold_off(engine, found, now)
                 continue
             if (ended or found.in_time) and not driven and knows:
@@ -195,7 +197,18 @@ def _look(tx: Tx, run_id: str, now: int, ours: int | None = None) -> _Found | No
     waits = tuple(_Wait(*row) for row in tx.all(_WAITS, (run_id, until)))
     steps = tuple(_Step(*row) for row in tx.all(_STEPS, (run_id, until)))
     return _Found(
-        run_id, workflow, queue, priority, expiry_attempts, timer_at, bool(unseen), bool(in_time), overdue, waits, steps
+        run_id,
+        workflow,
+        queue,
+        priority,
+        expires_at,
+        expiry_attempts,
+        timer_at,
+        bool(unseen),
+        bool(in_time),
+        overdue,
+        waits,
+        steps,
     )
 
 
@@ -272,16 +285,12 @@ def _hold_off(engine: Engine, found: _Found, now: int) -> int | None:
 
     The end of the window; ``None`` where it is not as it was found.
     """
-    until = now + _window(engine, found.expiry_attempts)
+    assert found.expires_at is not None
+    until = now + runs.pause(engine, found.expiry_attempts, found.expires_at)
     params = (until, found.run_id, now, found.expiry_attempts)
     # Who else may be here: another sweep, or an alarm that has failed at this. One of them moves the window, the others see it moved.
     # test_a_sweep_that_is_killed_in_a_workflow_function_leaves_the_others_to_the_next
     return until if engine.store.write(lambda tx: tx.run(_HOLD_OFF, params)) else None
-
-
-def _window(engine: Engine, attempts: int) -> int:
-    backoff = engine.settings.monitor.expiration.backoff
-    return int(min(backoff.base_seconds * 2 ** min(attempts, 30), backoff.max_seconds) * 1000)
 
 
 def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | None, fired: Fired, *, calls: bool) -> bool:
@@ -293,7 +302,7 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
         snapshot = load(engine, run_id)
         if snapshot is None or snapshot.status not in signals.SIGNALABLE:
             return True
-        if not (calls and snapshot.workflow in engine.workflows) and runs.needs_replay(snapshot):
+        if not calls and runs.needs_replay(snapshot):
             fired.left += 1
             return False
         if not expiry.expire(engine, snapshot, sender, delivery):
@@ -307,6 +316,15 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
     return True
 
 
+def hold_off(engine: Engine, run_id: str, error: BaseException) -> tuple[bool, bool]:
+    """Hold a run off whose drive does not come back, as one whose drive has failed: overdue, or held. Which of the two was done, if any."""
+    overdue = engine.store.read(lambda tx: tx.one(_OVERDUE, (run_id, engine.now()))) is not None
+    if overdue:
+        return expiry_failed(engine, run_id, error), False
+    found = runs.as_found(engine, run_id, unseen=True)
+    return False, found is not None and runs.hold_stalled(engine, found, error)
+
+
 def expiry_failed(engine: Engine, run_id: str, error: BaseException) -> bool:
     """Hold an overdue run off, for a window that doubles with every failure, without an end; nothing else of it is changed.
 
@@ -316,7 +334,7 @@ def expiry_failed(engine: Engine, run_id: str, error: BaseException) -> bool:
     if row is None:
         return False
     attempts: int = row[1]
-    after = engine.now() + _window(engine, attempts)
+    after = engine.now() + runs.pause(engine, attempts)
     # Who else may be here: another sweep that has failed at the same. One of them counts.
     if not engine.store.write(lambda tx: tx.run(_EXPIRY_FAILED, (after, run_id, attempts))):
         return False

@@ -207,8 +207,10 @@ def _left(row: Row, now: int, lease: int | None) -> str | None:
         if row.reclaim_stale_at is None:
             left = "it is running, and nothing says when its worker may be given up (reclaim is off for it)"
             if row.kind == STEP:
-                return left
-            return f"{left}; where nobody is at it any more: {command('abandon-undo', row.run_id, str(row.sequence))}"
+                way_out = f"{command('cancel', row.run_id, options='--compensate')}, or --keep"
+            else:
+                way_out = command("abandon-undo", row.run_id, str(row.sequence))
+            return f"{left}; where nobody is at it any more: {way_out}"
         if row.reclaim_stale_at > now:
             return "it is running, and its reclaim deadline has not passed"
     if row.status == "pending" and row.not_before is not None and row.not_before > now:

@@ -19,13 +19,13 @@ import structlog
 
 from ..engine import drive as drives
 from ..engine import runs, timers
+from ..engine.lookout import WorkflowStalledError
 from ..engine.rows import Outgoing
-from ..engine.signals import SIGNALABLE
 from ..engine.snapshot import load
 from ..engine.wakes import THIS_RUN
 from ..errors import MessageNotSentError, StoreError
 from ..store.models import LIVE
-from .patience import PATIENCE, Patience, WorkflowStalledError, stalled
+from .patience import PATIENCE, Patience, WorkflowBrokeOffError
 
 if TYPE_CHECKING:
     from ..engine.core import Engine, Sender
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The first terms are the predicate of an index that holds held runs only.
 _DUE = (
-    "SELECT id, workflow, queue, priority, revision, created_at, hold_count, hold_until FROM {flow_runs} "
+    "SELECT id, workflow, queue, priority, revision, created_at, hold_count, hold_until, woken_at FROM {flow_runs} "
     f"WHERE hold_until IS NOT NULL AND {LIVE} AND status <> 'rolling_back' AND wakes > wakes_seen AND hold_until <= ? "
     "ORDER BY hold_until LIMIT ?"
 )
@@ -41,10 +41,6 @@ _TAKE = (
     "UPDATE {flow_runs} SET hold_until = ? WHERE id = ? AND revision = ? AND hold_until = ? AND wakes > wakes_seen "
     f"AND {THIS_RUN} AND ended_at IS NULL AND status <> 'rolling_back'"
 )
-
-
-#: For an overdue run that only another process can end, a message is sent again after so many milliseconds.
-SEND_AGAIN_MS = 60_000
 
 
 @dataclass(slots=True)
@@ -85,6 +81,7 @@ class HeldRun:
     created_at: int
     hold_count: int
     hold_until: int
+    woken_at: int | None
 
 
 def monitor(engine: Engine, sender: Sender, *, patience: float | None = PATIENCE) -> MonitorReport:
@@ -97,7 +94,7 @@ def monitor(engine: Engine, sender: Sender, *, patience: float | None = PATIENCE
     """
     report = MonitorReport()
     with Patience(engine, None if engine.store.joined() else patience) as patient:
-        for due in timers.find_due(engine, without=stalled(engine)):
+        for due in timers.find_due(engine, without=engine.lookout.busy()):
             with _counting(engine, report, "overdue_run_failed", due):
                 _fire(engine, sender, report, patient, due)
         for run in find_held(engine):
@@ -123,13 +120,13 @@ def _counting(engine: Engine, report: MonitorReport, what: str, run: HeldRun | t
 
 def _fire(engine: Engine, sender: Sender, report: MonitorReport, patient: Patience, due: timers.DueRun) -> None:
     """End what is due in a run. With a broker that the transaction cannot reach it is driven here: no message can be lost then."""
-    here, calls = not sender.joins, due.workflow not in stalled(engine)
+    here = not sender.joins
     try:
         fired = patient.call(
-            due.workflow, lambda: timers.fire(engine, due.run_id, sender, here=here, sweeping=True, calls=calls)
+            due.workflow, due.run_id, lambda: timers.fire(engine, due.run_id, sender, here=here, sweeping=True)
         )
-    except WorkflowStalledError as error:
-        _stalled(engine, sender, report, due.run_id, error)
+    except (WorkflowStalledError, WorkflowBrokeOffError) as error:
+        _stalled(engine, report, due.run_id, error)
         return
     report.timed_out += fired.waits
     report.expired_steps += fired.steps
@@ -138,7 +135,7 @@ def _fire(engine: Engine, sender: Sender, report: MonitorReport, patient: Patien
     if fired.waits or fired.steps or fired.runs:
         report.late_ms = max(report.late_ms, engine.now() - due.due)
     if fired.left:  # its rollback has to be planned where its workflow is known
-        if timers.send(engine, sender, due, again_after=SEND_AGAIN_MS):
+        if timers.send(engine, sender, due, again_after=runs.pause(engine, 0, due.due)):
             report.sent += 1
         else:
             report.skipped += 1
@@ -146,15 +143,10 @@ def _fire(engine: Engine, sender: Sender, report: MonitorReport, patient: Patien
         report.skipped += 1
 
 
-def _stalled(engine: Engine, sender: Sender, report: MonitorReport, run_id: str, error: WorkflowStalledError) -> None:
-    """Hold a run off whose drive has not come back, as one whose drive has failed: that it may still come back changes nothing."""
-    snapshot = load(engine, run_id)
-    if snapshot is None or snapshot.status not in SIGNALABLE:
-        report.skipped += 1
-    elif snapshot.is_overdue(engine.now()):
-        report.expiry_failed += timers.expiry_failed(engine, run_id, error)
-    elif snapshot.wakes > snapshot.wakes_seen:  # otherwise it has come back at the last moment
-        report.held_again += runs.hold(engine, snapshot, error, sender, None)
+def _stalled(engine: Engine, report: MonitorReport, run_id: str, error: Exception) -> None:
+    expiry_failed, held = timers.hold_off(engine, run_id, error)
+    report.expiry_failed += expiry_failed
+    report.held_again += held
 
 
 def find_held(engine: Engine) -> list[HeldRun]:
@@ -164,10 +156,9 @@ def find_held(engine: Engine) -> list[HeldRun]:
 
 
 def _drive(engine: Engine, sender: Sender, report: MonitorReport, patient: Patience, *, run: HeldRun) -> None:
-    backoff = engine.settings.monitor.expiration.backoff
-    window = min(backoff.base_seconds * 2 ** min(run.hold_count, 30), backoff.max_seconds)
-    until = engine.now() + int(window * 1000)
-    here = engine.drives(run.workflow, run.queue) and run.workflow not in stalled(engine)
+    here = engine.drives(run.workflow, run.queue) and run.workflow not in engine.lookout.busy()
+    # Whoever gets the message may not be able to drive the run either, and says nothing then: the pauses grow with its age.
+    until = engine.now() + runs.pause(engine, run.hold_count, None if here else run.woken_at)
     outbox = sender.outbox(None)
     outbox.load([] if here else [Outgoing("drive", run.run_id, run.workflow, run.queue, priority=run.priority)])
 
@@ -187,9 +178,9 @@ def _drive(engine: Engine, sender: Sender, report: MonitorReport, patient: Patie
         report.sent += 1
         return
     try:
-        driven = patient.call(run.workflow, lambda: _drive_here(engine, sender, run))
-    except WorkflowStalledError as error:
-        _stalled(engine, sender, report, run.run_id, error)
+        driven = patient.call(run.workflow, run.run_id, lambda: _drive_here(engine, sender, run))
+    except (WorkflowStalledError, WorkflowBrokeOffError) as error:
+        _stalled(engine, report, run.run_id, error)
         return
     if driven is drives.Driven.HELD:
         report.held_again += 1

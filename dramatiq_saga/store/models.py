@@ -289,7 +289,7 @@ def build(database: Database, prefix: str) -> Models:
         cycle=integer(default=0),
         optional=flag(),
         worker_id=ident(64, null=True),
-        delivery=ident(64, null=True),  # the message that made the claim: tells an orphan from a rival (CLAIM-2)
+        delivery=ident(64, null=True),  # the message that made the claim, if any: tells an orphan from a rival (CLAIM-2)
         next_try_at=ms(null=True),
         time_limit_at=ms(null=True),
         reclaim_stale_after_seconds=integer(null=True),

@@ -774,6 +774,35 @@ def test_an_undo_goes_once_the_worker_of_its_step_is_dead(
     assert operator.status(run) == "cancelled"
 
 
+@pytest.mark.parametrize("why", ["cut off", "clock set forward"])
+def test_a_rollback_that_is_planned_where_nobody_is_heard_from_takes_no_living_worker_for_dead(
+    bench: MakeBench, shop: Shop, clock: ManualClock, why: str
+) -> None:
+    """COMP-9, RECLAIM-5, C52: an operator, who keeps no heartbeat, finds the charge's row old; the refund's claim knows better, and waits."""
+    time = Time(clock)
+    worker, heart = alive(bench, uptime=time.uptime)
+    second, _ = alive(bench, uptime=time.uptime)
+    operator = bench(settings=LEASES)
+    body = shop.bodies["charge"] = Doorstep()
+    run, message = fenced(worker)
+    working = Background(lambda: worker.deliver(message))
+    body.wait()
+    if why == "cut off":
+        time.passes(61)
+    else:
+        clock.advance(3600)
+    assert operator.compensate(run)
+    refund = second.message(operator.take())
+    assert second.deliver(refund).claim is None
+    assert second.undo(run) == ("pending", 0)
+    heart.beat()
+    body.succeed("charged")
+    working.result()
+    worker.run()
+    assert shop.order() == ["charge", "refund"]
+    assert operator.status(run) == "cancelled"
+
+
 def test_an_undo_does_not_wait_longer_than_the_window_of_its_step(bench: MakeBench, shop: Shop, clock: ManualClock) -> None:
     """COMP-9, RECLAIM-5: a claim that has gone stale holds nobody, be its worker heard from or not."""
     worker, heart = alive(bench)

@@ -1117,6 +1117,7 @@ def test_kick_says_what_it_did(shop: Shop) -> None:
     shop.sql("UPDATE saga_action_runs SET status = 'running' WHERE sequence = 3")
     left = shop("kick", run.id)
     assert "  step 3 (ship, running): left alone: it is running, and nothing says when its worker may be given up" in left.out
+    assert f"where nobody is at it any more: dramatiq-saga cancel {run.id} --compensate, or --keep" in left.out
     value = shop("kick", run.id, "--json").value
     assert (value["driven"], value["sent"], value["left"][0]["sequence"]) == (True, [], 3)
 

@@ -1171,8 +1171,12 @@ def test_messages_are_looked_for_in_the_brokers_own_database(tmp_path: Path) -> 
         reason = Operator.on_broker(broker).why(run.id).reasons[0]
         assert [(post.kind, post.state) for post in reason.messages] == [("drive", "ready")]
         assert not reason.lost
+        store = middleware.engine(broker).store
+        store.write(lambda tx: tx.run("UPDATE {flow_runs} SET woken_at = woken_at - 120000"))
+        assert Operator.on_broker(broker).stuck().runs == ()
         broker.flush("default")
         assert Operator.on_broker(broker).why(run.id).reasons[0].lost
+        assert [line.kind for line in Operator.on_broker(broker).stuck().runs] == ["lost"]
     finally:
         middleware.engine(broker).store.close()
         broker.close()

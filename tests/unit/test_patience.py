@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from dramatiq.middleware import Shutdown
 
 from dramatiq_saga import Flow, FlowHandle, workflow
+from dramatiq_saga.engine import lookout
+from dramatiq_saga.engine.lookout import Call
 from dramatiq_saga.recovery import monitor as module
 from dramatiq_saga.recovery import patience
 from dramatiq_saga.recovery.monitor import MonitorReport, monitor
-from dramatiq_saga.recovery.patience import Patience, stalled
+from dramatiq_saga.recovery.patience import Patience
 from tests.support.waiting import eventually
 from tests.support.workbench import MakeBench, Workbench
 
@@ -40,6 +44,7 @@ class Stall:
 def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
     found = Stall()
     monkeypatch.setattr(patience, "wait", found.wait)
+    monkeypatch.setattr(Call, "age", lambda call: lookout.HUNG if call.workflow == "bad" and found.on.is_set() else 0.0)
     yield found
     found.over.set()
 
@@ -78,8 +83,8 @@ def start(desk: Workbench, stall: Stall, name: str, **options: Any) -> list[Flow
 def hold(desk: Workbench, runs: list[FlowHandle[Any]]) -> None:
     for run in runs:
         desk.write(
-            "UPDATE {flow_runs} SET wakes = wakes + 1, hold_until = ?, hold_count = 1 WHERE id = ?",
-            desk.clock.now() + 60_000, run.id,
+            "UPDATE {flow_runs} SET wakes = wakes + 1, woken_at = ?, hold_until = ?, hold_count = 1 WHERE id = ?",
+            desk.clock.now(), desk.clock.now() + 60_000, run.id,
         )  # fmt: skip
         desk.advance(1)
     desk.advance(60)
@@ -105,7 +110,7 @@ def test_a_held_run_whose_function_does_not_come_back_holds_up_no_other(desk: Wo
     assert counts(desk, good, "hold_count") == [0, 0, 0]
     assert "did not come back within 60 seconds" in str(desk.run_row(bad[0], "hold_error")[0])
     assert desk.asked() == [("drive", None), ("drive", None)]
-    assert stalled(desk.engine) == {"bad"}
+    assert desk.engine.lookout.busy() == {"bad"}
 
 
 def test_an_overdue_run_whose_function_does_not_come_back_holds_up_no_other(
@@ -141,7 +146,7 @@ def test_what_a_stalled_function_comes_back_with_is_a_drive_like_any_other(desk:
     stall.on.clear()
     stall.over.set()
     desk.work_until(lambda: bad[0].status == "expired")
-    eventually(lambda: not stalled(desk.engine))
+    eventually(lambda: not desk.engine.lookout.calls())
     assert desk.done.count(("cancel_hotel", ("book_hotel",))) >= 1
     desk.advance(60)
     look(desk)
@@ -160,10 +165,12 @@ def test_a_sweep_that_is_killed_in_a_workflow_function_leaves_the_others_to_the_
     else:
         hold(desk, runs)
 
+    survived = 0
+
     class Killed(BaseException):
         pass
 
-    def killed(self: Patience, name: str, do: Any) -> Any:
+    def killed(self: Patience, name: str, run_id: str, do: Any) -> Any:
         function = desk.engine.workflows[name]
         with monkeypatch.context() as patched:
             patched.setitem(desk.engine.workflows, name, _dying(function, Killed))
@@ -174,9 +181,15 @@ def test_a_sweep_that_is_killed_in_a_workflow_function_leaves_the_others_to_the_
         with pytest.raises(Killed):
             look(desk)
     look(desk)  # none is left
+    for _ in range(60 if overdue else 0):  # once a minute: they die of it ever less often, and all else has its turn between
+        desk.advance(60)
+        with suppress(Killed):
+            look(desk)
+            survived += 1
+    assert survived >= (36 if overdue else 0)
     assert [run.status for run in runs] == ["running"] * 3
     monkeypatch.undo()
-    desk.advance(120)
+    desk.advance(3600)
     report = look(desk)
     assert (report.expired_runs, report.resumed) == ((3, 0) if overdue else (0, 3))
 
@@ -195,7 +208,7 @@ def test_a_thread_of_a_sweep_ends_with_its_pass(desk: Workbench, stall: Stall) -
     hold(desk, start(desk, stall, "good"))
     assert look(desk).resumed == 3
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "saga-sweep-drives"])
-    assert stalled(desk.engine) == set()
+    assert desk.engine.lookout.calls() == []
 
 
 def test_in_a_transaction_of_the_callers_a_sweep_stays_on_its_thread(make_bench: MakeBench, stall: Stall) -> None:
@@ -204,3 +217,35 @@ def test_in_a_transaction_of_the_callers_a_sweep_stays_on_its_thread(make_bench:
     hold(desk, start(desk, stall, "good"))
     with desk.engine.store.database.atomic():
         assert look(desk).resumed == 3
+
+
+@pytest.mark.parametrize("overdue", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Shutdown, GeneratorExit, type("Odd", (BaseException,), {})])
+def test_whatever_a_function_raises_the_sweep_goes_on(
+    desk: Workbench, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], overdue: bool
+) -> None:
+    """LOOP-1: nobody has interrupted the sweep; the run is held off, and the next one follows."""
+    bad = start(desk, Stall(), "bad", **({"expires_in": 60} if overdue else {}))
+    good = start(desk, Stall(), "good", **({"expires_in": 60} if overdue else {}))
+    if overdue:
+        desk.advance(120)
+    else:
+        hold(desk, [*bad, *good])
+    monkeypatch.setitem(desk.engine.workflows, "bad", _dying(desk.engine.workflows["bad"], error))
+    report = look(desk)
+    assert report.errors == 0
+    assert (report.expiry_failed, report.expired_runs) == (3, 3) if overdue else (report.held_again, report.resumed) == (3, 3)
+
+
+@pytest.mark.parametrize("overdue", [True, False])
+def test_messages_for_what_only_another_process_can_drive_become_ever_fewer(make_bench: MakeBench, overdue: bool) -> None:
+    """LOOP-1: sweeps twice a minute for eight hours, and nobody takes the messages."""
+    desk = make_bench()
+    runs = start(desk, Stall(), "elsewhere", **({"expires_in": 60} if overdue else {}))[:1]
+    if not overdue:
+        hold(desk, runs)
+    del desk.engine.workflows["elsewhere"]
+    for _ in range(960):
+        desk.advance(30)
+        look(desk)
+    assert 5 < len(desk.asked()) < 60  # of three runs or one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,15 +235,15 @@ def test_a_failed_try_of_a_step_that_has_moved_on_changes_nothing(by_hand: Any) 
 
 
 def test_a_note_of_the_next_try_is_lost_on_a_step_that_has_moved_on(by_hand: Any) -> None:
-    """STATUS-1, STATUS-4: the note repeats the attempt that it is about."""
+    """STATUS-1, STATUS-4: the note repeats the claim that it is about."""
     bench = by_hand(order)
     bench.start("doomed")
     bench.deliver(bench.take())
     delivery = bench.deliver(bench.take())
     job = delivery.job
-    fence.note_next_try(bench.engine, job, 2, 66)
+    fence.note_next_try(bench.engine, replace(delivery.claim, delivery="another"), 66)
     assert bench.one("SELECT next_try_at FROM {action_runs} WHERE run_id = ?", job.run_id) != (66,)
-    fence.note_next_try(bench.engine, job, 1, 77)
+    fence.note_next_try(bench.engine, delivery.claim, 77)
     assert bench.one("SELECT next_try_at FROM {action_runs} WHERE run_id = ?", job.run_id) == (77,)
 
 

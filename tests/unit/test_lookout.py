@@ -1,0 +1,203 @@
+"""Workflow functions that hang in a worker: what is done stays done, others go on, and operators are told (DRIVE-1, HISTORY-1)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dramatiq_saga import Flow, FlowHandle, Settings, workflow
+from dramatiq_saga.engine import lookout
+from dramatiq_saga.engine.drive import drive
+from dramatiq_saga.engine.lookout import Call
+from dramatiq_saga.operations import Operator
+from tests.support.waiting import eventually
+from tests.support.workbench import MakeBench, Workbench
+
+
+class Hang:
+    """Where a workflow function stays until it is let go. ``age`` is for how long it counts as being there, in seconds."""
+
+    def __init__(self) -> None:
+        self.on = threading.Event()
+        self.over = threading.Event()
+        self.inside = 0
+        self.age = 0.0
+
+    def __call__(self) -> None:
+        if self.on.is_set():
+            self.inside += 1
+            assert self.over.wait(timeout=60)
+
+    def let_go(self) -> None:
+        self.on.clear()
+        self.over.set()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    found = Hang()
+    monkeypatch.setattr(Call, "age", lambda call: found.age if call.workflow == "bad" else 0.0)
+    yield found
+    found.let_go()
+
+
+@pytest.fixture(params=["joined", "another broker"])
+def desk(request: pytest.FixtureRequest, make_bench: MakeBench) -> Workbench:
+    return make_bench(joins=request.param == "joined")
+
+
+def charges_and_hangs(desk: Workbench, hang: Hang, **options: Any) -> Any:
+    @workflow(name="bad", broker=desk.broker, **options)
+    def bad(flow: Flow, traveller: str) -> Any:
+        paid = flow.run(desk.actors["pay"], traveller)
+        hang()
+        flow.await_signal("go on")
+        return paid
+
+    return bad
+
+
+def signal(run: FlowHandle[Any]) -> None:
+    run.signal("go on")
+
+
+# --- an outcome --------------------------------------------------------------------------------------------------------
+
+
+def test_an_outcome_does_not_wait_for_a_function_that_hangs(desk: Workbench, hang: Hang) -> None:
+    """FENCE-1, DRIVE-1: the step has completed while its thread is still inside; what follows comes when the function is back, once."""
+    run = charges_and_hangs(desk, hang).send("ada")
+    hang.on.set()
+    with desk.working():
+        eventually(lambda: hang.inside)
+        assert run.actions()[0].status == "running"
+        hang.age = lookout.OUTCOME_WAITS
+        eventually(lambda: run.actions()[0].status == "completed", because="the outcome is recorded by itself")
+        hang.let_go()
+        eventually(lambda: not desk.engine.lookout.calls())
+        signal(run)
+        eventually(lambda: run.status == "completed")
+        desk.advance(10)  # the message that the look-out has sent was put back meanwhile
+        eventually(lambda: desk.messages() == [])
+    assert [name for name, _ in desk.done] == ["pay"]
+    assert [event.type for event in run.events()].count("action.completed") == 1
+
+
+@pytest.mark.parametrize("first", ["the look-out", "the thread"])
+def test_an_outcome_that_is_recorded_while_its_function_comes_back_lands_once(
+    desk: Workbench, hang: Hang, journal: list[dict[str, Any]], first: str
+) -> None:
+    """FENCE-1: of the two that write it one lands, and the other finds it there; nothing is refused, and the run goes on."""
+    run = charges_and_hangs(desk, hang).send("ada")
+    hang.on.set()
+    with desk.working():
+        eventually(lambda: hang.inside)
+        (call,) = desk.engine.lookout.calls()
+        assert call.record is not None
+        if first == "the look-out":
+            call.record()
+            hang.let_go()
+        else:
+            hang.let_go()
+            eventually(lambda: run.actions()[0].status == "completed")
+            call.record()
+        eventually(lambda: not desk.engine.lookout.calls())
+        signal(run)
+        eventually(lambda: run.status == "completed")
+    assert [event.type for event in run.events()].count("action.completed") == 1
+    assert [line["event"] for line in journal if line["event"] == "outcome_rejected"] == []
+
+
+# --- a drive -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drive_that_hangs_is_held_and_costs_a_worker_one_thread(make_bench: MakeBench, hang: Hang) -> None:
+    """HISTORY-1, DOCTOR-1: of two threads one is lost; the other workflow's runs go on, and no sweep sends another thread after the first."""
+    desk = make_bench(settings=Settings.from_mapping({"repair.enabled": True}))
+    bad = charges_and_hangs(desk, hang)
+    runs = [bad.send("ada"), bad.send("bob"), bad.send("cyd")]
+    desk.work_until(lambda: all(run.status == "waiting" for run in runs))
+    hang.on.set()
+    hang.age = lookout.OUTCOME_WAITS
+    with desk.working(threads=2):
+        signal(runs[0])
+        eventually(lambda: hang.inside)
+        for run in runs:
+            signal(run)
+        good = desk.send("eve")
+        eventually(lambda: good.status == "completed", because="the other thread is free")
+        assert hang.inside == 1
+        hang.age = lookout.HUNG
+        eventually(lambda: desk.run_row(runs[0], "hold_count") == (1,))
+        assert "did not come back within 60 seconds" in str(desk.run_row(runs[0], "hold_error")[0])
+        assert [stuck.run_id for stuck in Operator(desk.engine.store, settings=Settings()).stuck().runs] == [runs[0].id]
+        sent = desk.run_row(runs[0], "repair_attempts")
+        desk.advance(61)
+        desk.sweep()
+        assert (hang.inside, desk.run_row(runs[0], "repair_attempts")) == (1, sent)
+        hang.let_go()
+        desk.advance(10)
+        eventually(lambda: all(run.status == "completed" for run in runs))
+    assert desk.run_row(runs[0], "hold_error", "hold_until") == (None, None)
+
+
+def test_a_drive_that_its_time_limit_cuts_short_is_held(desk: Workbench, hang: Hang) -> None:
+    """HISTORY-1, FENCE-5: it is not begun again a second later, for ever; the deploy that mends it needs nothing else."""
+    spin = threading.Event()
+
+    @workflow(name="bad", broker=desk.broker, time_limit=50)
+    def bad(flow: Flow) -> None:
+        while spin.is_set():
+            time.sleep(0.01)
+        flow.await_signal("go on")
+
+    spin.set()
+    hang.age = 0.05
+    desk.broker.emit_after("process_boot")  # the clock of time limits
+    run = bad.send()
+    with desk.working():
+        eventually(lambda: desk.run_row(run, "hold_count") == (1,), because="the time limit has cut it short, and it is held")
+        assert "WorkflowStalledError" in str(desk.run_row(run, "hold_error")[0])
+        eventually(lambda: desk.messages() == [], because="its message is used up")
+        spin.clear()
+        desk.advance(60)
+        assert desk.sweep().monitor.resumed == 1  # type: ignore[union-attr]
+        signal(run)
+        eventually(lambda: run.status == "completed")
+
+
+def test_an_overdue_run_whose_function_hangs_in_a_worker_counts_as_not_expired(
+    make_bench: MakeBench, hang: Hang, journal: list[dict[str, Any]]
+) -> None:
+    """EXPIRE-2: the alarm is in the function; the run is held off by the look-out, and ends by itself once the function is back."""
+    desk = make_bench()
+
+    @workflow(name="bad", broker=desk.broker)
+    def bad(flow: Flow) -> Any:
+        hang()
+        flow.action(desk.actors["book_hotel"], "ada").compensate_with(
+            lambda made: desk.actors["cancel_hotel"].message(made["by"])
+        ).run()
+        return flow.await_signal("never")
+
+    run = bad.send_with_options(expires_in=60)
+    drive(desk.engine, run.id, desk.sender)
+    desk.write(
+        "UPDATE {action_runs} SET status = 'completed', attempts = 1, started_at = 1, ended_at = 1, result = ? WHERE run_id = ?",
+        b'{"by":"book_hotel"}', run.id,
+    )  # fmt: skip
+    desk.write("DELETE FROM {messages} WHERE actor = 'book_hotel'")
+    desk.engine.cache.drop(run.id)
+    hang.on.set()
+    hang.age = lookout.HUNG
+    with desk.working():
+        desk.advance(61)
+        eventually(lambda: hang.inside)
+        eventually(lambda: desk.run_row(run, "expiry_attempts") == (1,))
+        hang.let_go()
+        eventually(lambda: run.status == "expired", because="what comes back is a drive like any other")
+    assert desk.done == [("cancel_hotel", ("book_hotel",))]

@@ -63,7 +63,7 @@ def to_ms(duration: float | timedelta) -> int:
         return round(duration.total_seconds() * 1000)
     if isinstance(duration, bool) or not isinstance(duration, (int, float)):
         raise TypeError(f"a duration is a number of seconds or a timedelta, not {duration!r}")
-    if not math.isfinite(duration):
+    if not isinstance(duration, int) and not math.isfinite(duration):
         raise ValueError(f"a duration is a finite number of seconds, not {duration!r}")
     if abs(duration) > timedelta.max.total_seconds():
         raise ValueError(f"a duration is at most {timedelta.max.days} days, not {duration!r} seconds")

@@ -222,6 +222,10 @@ class FlowHandle(Generic[R]):
           FlowNotFoundError: there is no such run.
           SagaError: called inside a transaction of the store's database (HOST-1).
         """
+        if isinstance(sequence, bool) or not isinstance(sequence, int):
+            raise TypeError(f"a step is named by its number in the run, not by {sequence!r}")
+        if not 0 < sequence < 2**31:
+            raise ValueError(f"a step's number is from 1 on, as `dramatiq-saga show` has it, not {sequence}")
         refuse_inside_workflow("abandoning an undo")
         runs.refuse_joined(self._engine, "abandon_undo()")
         return undoing.abandon(self._engine, self.id, sequence, self._middleware.sender(self._broker))

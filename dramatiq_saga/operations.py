@@ -74,6 +74,9 @@ _BY_MESSAGE = "SELECT id FROM {messages} WHERE state = 3 AND message_id = ?"
 #: Most runs that ``stuck`` lists, and most messages of each state that ``why`` looks through.
 MAX_STUCK, MESSAGES_LOOKED_AT = 1000, 20_000
 
+#: Other limits, and what a prune may be asked for: an age in days; a moment, in milliseconds, is in a year of four digits.
+MAX_LIMIT, MAX_DAYS, MAX_MOMENT = 2**31 - 1, 100_000, 253_402_300_800_000
+
 
 class RefusedError(SagaError):
     """What an operator asked for was not done; the text says why, and what would help. Nothing was changed."""
@@ -265,8 +268,7 @@ class Operator:
 
         Runs of workflows that are not declared are among them where the application is known. Raises ValueError for a bad limit.
         """
-        if not 0 < limit <= MAX_STUCK:
-            raise ValueError(f"limit must be from 1 to {MAX_STUCK}, not {limit}")
+        _check_limit(limit, MAX_STUCK)
         self._require_tables()
         queue = self._queue_store()
         apart = queue is not None and queue is not self.store
@@ -587,8 +589,11 @@ class Operator:
         """Delete runs that ended more than ``days`` ago, or until ``before`` (milliseconds) (PRUNE-1).
 
         ``days`` is ``prune.retention_days`` where neither is given; ``dry_run`` only counts. Raises RefusedError for a moment to come: up to
-        it everything that ends would go.
+        it everything that ends would go; ValueError for what is no age, moment or number.
         """
+        _check_prune(days, before)
+        if limit is not None:
+            _check_limit(limit, MAX_LIMIT)
         self._require_tables()
         if before is None:
             age = self.settings.prune.retention_days if days is None else days
@@ -615,7 +620,8 @@ class Operator:
         return self._queues().read(dead_letters.stats)
 
     def dead_letters(self, queue: str | None = None, *, limit: int = 100) -> list[DeadLetter]:
-        """Messages that were given up, the newest first."""
+        """Messages that were given up, the newest first; at most ``limit``, from 1."""
+        _check_limit(limit, MAX_LIMIT)
         return self._queues().read(lambda tx: dead_letters.newest(tx, queue, limit))
 
     def requeue(self, message: str) -> DeadLetter:
@@ -810,6 +816,25 @@ def _refusing_signals() -> Iterator[None]:
             f"run {error.run_id} is {error.status} and takes no signals; nothing was written: "
             f"`{command('show', error.run_id)}` tells what has become of it"
         ) from error
+
+
+def _check_limit(limit: object, most: int) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"limit is a whole number, not {limit!r}")
+    if not 0 < limit <= most:
+        raise ValueError(f"limit must be from 1 to {most}, not {limit}")
+
+
+def _check_prune(days: object, before: object) -> None:
+    """Refuse what is no age or no moment."""
+    if days is not None and (isinstance(days, bool) or not isinstance(days, int | float)):
+        raise TypeError(f"days is a number, not {days!r}")
+    if days is not None and not 0 <= days < MAX_DAYS:
+        raise ValueError(f"days must be from 0 to {MAX_DAYS}, such as 30 or 0.5, not {days!r}")
+    if before is not None and (isinstance(before, bool) or not isinstance(before, int)):
+        raise TypeError(f"before is a moment in whole milliseconds since 1970, not {before!r}")
+    if before is not None and not 0 <= before < MAX_MOMENT:
+        raise ValueError(f"before is a moment in milliseconds since 1970, below {MAX_MOMENT}, not {before}")
 
 
 def _refuse_to_create(store: Store) -> None:

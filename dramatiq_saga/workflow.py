@@ -259,6 +259,8 @@ def check_delay(delay: Any) -> None:
     wait = to_ms(delay) if isinstance(delay, timedelta) else delay
     if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int) or wait < 0):
         raise TypeError(f"delay is milliseconds, as an integer from 0, or a timedelta; not {delay!r}")
+    if wait is not None and wait > to_ms(timedelta.max):
+        raise ValueError(f"delay is at most {timedelta.max.days} days, not {delay!r} milliseconds")
 
 
 def check_id(run_id: object) -> None:

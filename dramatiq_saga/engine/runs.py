@@ -244,7 +244,7 @@ def cancel(engine: Engine, run_id: str, sender: Sender, reason: str | None = Non
       ConcurrentTransitionError: the run has ended otherwise.
     """
     refuse_inside_workflow("cancelling a run")
-    reason = None if reason is None else storable(reason)
+    reason = _reason(reason)
     found = end(engine, run_id, "cancelled", sender=sender, reason=reason, undone=False)
     if found is None:
         return True
@@ -252,6 +252,12 @@ def cancel(engine: Engine, run_id: str, sender: Sender, reason: str | None = Non
         raise FlowNotFoundError(run_id)
     children.send_unsent(engine, run_id, sender)  # an earlier call may have failed to send what closes its children
     return _already_going(engine, run_id, "cancelled", found[0], found[1])
+
+
+def _reason(reason: object) -> str | None:
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(f"a reason is text, not {reason!r}")
+    return None if reason is None else storable(reason)
 
 
 def end(
@@ -342,7 +348,7 @@ def compensate(engine: Engine, run_id: str, sender: Sender, reason: str | None =
     yet (COMP-2); its error is raised, and the run stays as found (COMP-3).
     """
     refuse_inside_workflow("rolling back a run")
-    reason = None if reason is None else storable(reason)
+    reason = _reason(reason)
     while True:
         snapshot = load(engine, run_id)
         if snapshot is None:

@@ -97,6 +97,9 @@ class Connector:
                 f"SQLite {sqlite3.sqlite_version} has no RETURNING: dramatiq-saga needs SQLite 3.35 or newer; "
                 "use a newer build of Python"
             )
+        path = file_of(self._database)
+        if path is not None and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise DatabaseUnusableError(f"cannot use {path} as an SQLite file: it is a device or a pipe; name a file")
         chosen = dict(pragmas_of(self._database))
         # ours first: the page size has to be set before anything that creates the file
         pragmas = [(name, value) for name, value in PRAGMAS.items() if name not in chosen] + list(chosen.items())

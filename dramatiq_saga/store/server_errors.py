@@ -62,6 +62,9 @@ _MYSQL_LOST = frozenset({0, 2006, 2013, 2055, 1053, 1927, 4031})
 # number out of range, check constraint (MySQL, MariaDB).
 _MYSQL_OWN = frozenset({1054, 1153, 1364, 1690, 3819, 4025})
 _MYSQL_OWN_STATES = ("21", "22", "23", "42")
+# Of the connection, with a state of that class: no access to the database, no such database.
+_MYSQL_NO_DATABASE = 1049
+_MYSQL_CONNECTING = frozenset({1044, _MYSQL_NO_DATABASE})
 
 
 def fate_of(error: BaseException, dialect: str) -> Fate:
@@ -89,7 +92,13 @@ def fate_of(error: BaseException, dialect: str) -> Fate:
     if number in _MYSQL_LOST or isinstance(error, peewee.InterfaceError):
         return Fate.LOST
     own = number in _MYSQL_OWN or (sqlstate(error) or "").startswith(_MYSQL_OWN_STATES)
-    return Fate.REFUSED if surroundings and not own else Fate.OTHER
+    return Fate.REFUSED if surroundings and (not own or number in _MYSQL_CONNECTING) else Fate.OTHER
+
+
+def way_out(error: BaseException) -> str:
+    """What to do about a connection that was refused with ``error``, where that says it; to stand behind it."""
+    missing = sqlstate(error) == "3D000" or _number(getattr(error, "orig", None)) == _MYSQL_NO_DATABASE
+    return "; create that database, or correct its name in the address" if missing else ""
 
 
 def answers_commit(error: BaseException, dialect: str) -> bool:

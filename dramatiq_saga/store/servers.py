@@ -28,7 +28,7 @@ from peewee import Database
 
 from ..errors import StoreError, WriteRefusedError, WriteUnknownError
 from .peewee_internals import commit_callbacks, destroy, driver_errors, is_in_transaction, is_pooled, keep_inherited
-from .server_errors import Fate, ReplacedTransaction, SilentRollback, answers_commit, fate_of, sqlstate
+from .server_errors import Fate, ReplacedTransaction, SilentRollback, answers_commit, fate_of, sqlstate, way_out
 from .sql import MYSQL, POSTGRESQL, Statements
 from .tickets import Ticket
 from .transactions import Quirks, ServerTx
@@ -338,6 +338,7 @@ class _ServerThread(Thread):
 
 
 def _told(kind: type[StoreError], what: str, phase: str, error: BaseException, ticket: Ticket[Any]) -> StoreError:
-    told = kind(f"{what} ({phase}): {error}", phase, None, ticket.executed)
+    hint = way_out(error) if phase == "connect" else ""
+    told = kind(f"{what} ({phase}): {error}{hint}", phase, None, ticket.executed)
     told.__cause__ = error
     return told

@@ -55,6 +55,8 @@ MYSQL = [
     (OPERATIONAL, 1290, None, Fate.REFUSED),  # read-only
     (OPERATIONAL, 1114, None, Fate.REFUSED),  # table full
     (OPERATIONAL, 1040, "08004", Fate.REFUSED),  # too many connections
+    (OPERATIONAL, 1049, "42000", Fate.REFUSED),  # no such database
+    (OPERATIONAL, 1044, "42000", Fate.REFUSED),  # no access to it
     (OPERATIONAL, 1054, "42S22", Fate.OTHER),  # unknown column
     (OPERATIONAL, 1153, "08S01", Fate.OTHER),  # packet too large
     (OPERATIONAL, 4025, "23000", Fate.OTHER),  # a check constraint

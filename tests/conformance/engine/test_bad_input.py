@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import dramatiq
 import pytest
@@ -30,7 +31,7 @@ from dramatiq.rate_limits.backends import StubBackend as StubRateLimits
 from dramatiq.results import Results
 from dramatiq.results.backends import StubBackend
 
-from dramatiq_saga import Flow, SagaMiddleware, Settings, get_flow, query, workflow
+from dramatiq_saga import Flow, FlowHandle, SagaMiddleware, Settings, get_flow, query, workflow
 from dramatiq_saga.brokers import DatabaseBroker, SQLiteBroker
 from dramatiq_saga.errors import (
     DatabaseUnusableError,
@@ -40,6 +41,7 @@ from dramatiq_saga.errors import (
     SchemaVersionError,
     SettingsError,
 )
+from dramatiq_saga.operations import Operator
 from dramatiq_saga.store.database import open_store
 from tests.support.application import Application, Applications
 from tests.support.processes import ROOT
@@ -355,6 +357,8 @@ BAD_STARTS: dict[str, dict[str, Any]] = {
     "tag that is no text": {"tags": {5: "a"}},
     "delay of another kind": {"delay": "soon"},
     "negative delay": {"delay": -5},
+    "endless delay": {"delay": 10**30},
+    "deadline beyond all numbers": {"expires_in": 10**400},
 }
 
 
@@ -491,6 +495,62 @@ def test_a_file_that_is_no_database_is_named_at_the_workers_start(tmp_path: Path
     before = path.read_bytes()
     refuses_to_start(str(path), "notes.txt")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+def test_a_device_is_no_file_for_a_database(device: str, tmp_path: Path) -> None:
+    """Bad input: it would take everything, and keep nothing."""
+    refuses_to_start(device, f"cannot use {device} as an SQLite file: it is a device or a pipe; name a file")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refuses_to_start(str(pipe), "it is a device or a pipe")
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb"])
+def test_a_database_that_a_server_does_not_have_is_named_at_the_workers_start(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Bad input: as a refused connection, with what the server says."""
+    url = request.getfixturevalue("postgres_url" if kind == "postgresql" else "mariadb_url")
+    address = urlsplit(url)
+    says = "create that database, or correct its name in the address" if kind == "mariadb" else "does not exist"
+    refuses_to_start(
+        urlunsplit(address._replace(path="/no_such_shop")), f"the database refused the connection.*no_such_shop.*{says}"
+    )
+
+
+ABSURD: dict[str, Callable[[Operator, FlowHandle[Any]], object]] = {
+    "reason of a cancel": lambda operator, run: run.cancel([]),  # type: ignore[arg-type]
+    "reason of a rollback": lambda operator, run: run.compensate(b"no"),  # type: ignore[arg-type]
+    "step that is no number": lambda operator, run: run.abandon_undo([]),  # type: ignore[arg-type]
+    "step beyond all numbers": lambda operator, run: run.abandon_undo(2**63),
+    "step that is yes": lambda operator, run: run.abandon_undo(True),
+    "endless days": lambda operator, run: operator.prune(days=float("inf")),
+    "days that are no number": lambda operator, run: operator.prune(days=float("nan")),
+    "days to come": lambda operator, run: operator.prune(days=-1),
+    "days in words": lambda operator, run: operator.prune(days="90"),  # type: ignore[arg-type]
+    "moment beyond all calendars": lambda operator, run: operator.prune(before=10**30),
+    "moment that is yes": lambda operator, run: operator.prune(before=True),
+    "prune of a part": lambda operator, run: operator.prune(limit=1.5, dry_run=True),  # type: ignore[arg-type]
+    "stuck runs of a part": lambda operator, run: operator.stuck(limit=1.5),  # type: ignore[arg-type]
+    "no dead letters": lambda operator, run: operator.dead_letters(limit=-1),
+    "dead letters in words": lambda operator, run: operator.dead_letters(limit="x"),  # type: ignore[arg-type]
+    "dead letters beyond all numbers": lambda operator, run: operator.dead_letters(limit=10**30),
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "mariadb"])
+def test_an_operators_call_that_cannot_work_is_refused_alike_on_every_database(
+    kind: str, what: str, applications: Applications
+) -> None:
+    """API: TypeError or ValueError with the culprit's name, and nothing is done."""
+    app = applications(kind)
+    run = app.workflow(nothing).send()
+    with pytest.raises((TypeError, ValueError), match=r"reason|step|days|before|limit") as caught:
+        ABSURD[what](Operator.on_broker(app.broker), run)
+    assert type(caught.value) in (TypeError, ValueError)
+    assert run.status == "pending"
 
 
 @pytest.fixture

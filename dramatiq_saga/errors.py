@@ -392,8 +392,8 @@ class WouldBlockError(SagaError):
             error = f"{str(self.held.get('type')).rpartition('.')[2]}: {self.held.get('message')}"
             return f"run {self.run_id} is held: {error}"
         return (
-            f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; "
-            "start it with send() instead"
+            f"run {self.run_id} waits for {self.waiting_for}, which nothing in this process can end; it is stored, and workers go on "
+            f"with it: get_flow({self.run_id!r}).result(wait=SECONDS) waits for its end, `dramatiq-saga why` says where it stands"
         )
 
 

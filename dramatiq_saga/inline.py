@@ -43,11 +43,16 @@ _WOKEN = (
     "SELECT 1 FROM {flow_runs} WHERE id = ? AND wakes > wakes_seen AND ended_at IS NULL AND status <> 'rolling_back' "
     "AND hold_until IS NULL"
 )
+_HELD = "SELECT 1 FROM {flow_runs} WHERE id = ? AND hold_until IS NOT NULL AND ended_at IS NULL AND status <> 'rolling_back'"
 _WAITING = "SELECT name FROM {waits} WHERE run_id = ? AND status = 'waiting' AND kind = 'signal' ORDER BY sequence"
 _OPEN = (
     "SELECT a.sequence, a.actor, a.status, w.name FROM {action_runs} a LEFT JOIN {waits} w ON w.run_id = a.run_id "
     "AND w.sequence = a.sequence AND w.kind = 'retry' AND w.status = 'waiting' "
     "WHERE a.run_id = ? AND a.status IN ('pending', 'running', 'awaiting_retry')"
+)
+_UNDOS = (
+    "SELECT sequence, actor, status FROM {compensation_runs} r WHERE run_id = ? AND ended_at IS NULL AND given_up = FALSE "
+    f"AND {LEVEL_RUNS} ORDER BY sequence DESC"
 )
 _CHILDREN = (
     "SELECT c.sequence, c.workflow, c.child_id, c.status, f.hold_error FROM {children} c JOIN {flow_runs} f ON f.id = c.child_id "
@@ -60,6 +65,10 @@ _UNFINISHED = {
     f"AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS} ORDER BY r.sequence DESC",
 }
 _LIVE_CHILDREN = "SELECT child_id FROM {children} WHERE run_id = ? AND ended_at IS NULL"
+
+_NO_PLAN = (
+    "its rollback, which its deadline asks for and which could not be planned (`expiry_failed` among the anomalies says why)"
+)
 
 #: While it waits for a moment, the loop looks so often, in seconds, for what comes from outside.
 _LOOK_AGAIN = 0.1
@@ -98,6 +107,8 @@ def run_inline(middleware: SagaMiddleware, broker: Broker, new: runs.NewRun) -> 
     loop.hand_over(middleware.sender(broker))
     if state[2]:
         raise WouldBlockError(new.run_id, "code that fits its history", load_error(state[2]))
+    if new.run_id in loop.overdue:
+        raise WouldBlockError(new.run_id, _NO_PLAN)
     raise WouldBlockError(
         new.run_id, engine.store.read(lambda tx: ", ".join(_waited_for(tx, new.run_id)) or "something from outside")
     )
@@ -116,6 +127,7 @@ class _Loop:
         self._run_id = run_id
         self._runs = dict.fromkeys([run_id])  # with its child runs
         self._tried: set[Row] = set()  # rows that were taken up here, as they were then
+        self.overdue: set[str] = set()  # runs whose deadline has come and that could not be rolled back (EXPIRE-2)
 
     def run(self) -> None:
         engine = self._runner.engine
@@ -132,8 +144,7 @@ class _Loop:
                 self._tried.update(free)
                 self._sender.queue.extend(row.message() for row in free)
                 continue
-            moments = engine.store.read(lambda tx: [(timers.next_due(tx, run_id), run_id) for run_id in self._runs])
-            known = sorted((moment, run_id) for moment, run_id in moments if moment is not None)
+            known = engine.store.read(self._moments)
             until = min((at for _, at in left), default=None)
             if until is not None and (not known or until < known[0][0]):
                 self._is_time(until)
@@ -143,8 +154,23 @@ class _Loop:
             moment, run_id = known[0]
             if self._is_time(moment):
                 fired = timers.fire(engine, run_id, self._sender)
-                if not fired.any and timers.is_due(engine, run_id):
+                if fired.failed:
+                    self.overdue.add(run_id)
+                elif not fired.any and timers.is_due(engine, run_id):
                     return  # what is overdue cannot be ended here
+
+    def _moments(self, tx: Tx) -> list[tuple[int, str]]:
+        """When something is due that this process can go on from, the next first.
+
+        A run that is held, or whose rollback could not be planned, meets the same code here each time that it is tried again: no moment
+        of it is waited for. test_a_held_run_is_not_waited_for_until_its_deadline
+        """
+        found: list[tuple[int, str]] = []
+        for run_id in self._runs:
+            moment = timers.next_due(tx, run_id)
+            if moment is not None and run_id not in self.overdue and tx.one(_HELD, (run_id,)) is None:
+                found.append((moment, run_id))
+        return sorted(found)
 
     def hand_over(self, sender: Sender) -> None:
         """What is left is for workers: what will be due has alarms from now on, where a message can carry them (TIMER-1)."""
@@ -227,6 +253,7 @@ def _free_at(tx: Tx, engine: Engine, row: Row, next_try_at: int | None, time_lim
 def _waited_for(tx: Tx, run_id: str) -> list[str]:
     """What a run waits for, in words, down to what its children wait for."""
     found = [_open(*row) for row in tx.all(_OPEN, (run_id,))]
+    found += [f"the undo of step {sequence} ({actor}, {status})" for sequence, actor, status in tx.all(_UNDOS, (run_id,))]
     for sequence, workflow, child_id, status, hold in tx.all(_CHILDREN, (run_id,)):
         if status == "awaiting_retry":
             found.append(f"a signal to start child {sequence} ({workflow}) again")

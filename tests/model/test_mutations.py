@@ -20,7 +20,7 @@ from tests.model.scenarios import BY_NAME
 
 @dataclass(frozen=True)
 class Mutation:
-    """One condition that is taken away, where the model is to look, and what it is to find."""
+    """One condition that is taken away, where the model is to look, and what it is to find. It may stand in several statements."""
 
     what: str
     module: ModuleType
@@ -32,9 +32,10 @@ class Mutation:
     budgets: tuple[tuple[str, int], ...] = ()
 
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = getattr(self.module, self.statement)
-        assert self.condition in text
-        monkeypatch.setattr(self.module, self.statement, text.replace(self.condition, self.instead))
+        for statement in self.statement.split():
+            text = getattr(self.module, statement)
+            assert self.condition in text
+            monkeypatch.setattr(self.module, statement, text.replace(self.condition, self.instead))
 
     @property
     def where(self) -> Scenario:
@@ -81,7 +82,7 @@ MUTATIONS = [
         (("doubled", 1), ("later", 1)),
     ),
     Mutation(
-        "an undo that any claim of its step lets go", undoing, "_HELD", "AND a.attempts = ? AND a.delivery = ?",
+        "an undo that any claim of its step lets go", undoing, "_IS_FENCED _BODY_IS_OVER", "AND attempts = ? AND delivery = ?",
         "AND ? > 0 AND ? <> ''", "undone as unknown",
         "the undo of step 1 begins while its body is at work",
         (("doubled", 1), ("later", 1), ("compensate", 1)),

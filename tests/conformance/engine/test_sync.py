@@ -341,6 +341,85 @@ def test_a_worker_that_is_not_heard_of_any_more_is_not_waited_for_for_ever(
         assert app.calls == [("second",)]
 
 
+def test_an_undo_that_a_worker_is_at_is_named(applications: Applications) -> None:
+    """SYNC-1: nothing says for how long that worker may be at it, so it is not waited for; the rollback goes on without this process."""
+    app = applications("sqlite")
+    step, undo, refuse = app.step("step"), app.step("undo"), app.step("refuse", raises=ValueError("no"))
+
+    @app.workflow
+    def trip(flow: Flow) -> None:
+        flow.action(step).compensate_with(undo).run()
+        flow.run(refuse)
+
+    def claim(event: events.CompensationStarted) -> None:
+        claims.append(ClaimAttempt(app.engine, Job("compensation", event.run_id, 1, 0, 0, "m"), nonce="n").run())
+
+    claims: list[Any] = []
+    events.subscribe(claim, events.CompensationStarted)
+    try:
+        with pytest.raises(WouldBlockError, match=r"the undo of step 1 \(undo, running\)") as caught:
+            trip.run_sync()
+    finally:
+        events.unsubscribe(claim, events.CompensationStarted)
+    assert f"get_flow({caught.value.run_id!r}).result(wait=" in str(caught.value)
+    assert [type(one) for one in claims] == [Claim]
+    assert app.calls == [("step",), ("refuse",)]
+
+
+@pytest.mark.parametrize("fault", ["builder", "mismatch"])
+def test_a_held_run_is_not_waited_for_until_its_deadline(applications: Applications, fault: str) -> None:
+    """SYNC-1, HISTORY-1: its code is here as it is, and meets the same each time that it is tried again."""
+    app = applications("sqlite")
+    clock = app.store.clock = ManualClock()
+    step = app.step("step")
+    calls: list[int] = []
+
+    def build(result: Any) -> Any:
+        raise KeyError("no such room")
+
+    @app.workflow(expires_in=60)
+    def trip(flow: Flow) -> None:
+        calls.append(1)
+        if fault == "builder":
+            flow.action(step).compensate_with(build).run()
+        elif len(calls) == 1:
+            flow.run(step)
+        flow.sleep(5)
+
+    before = clock.now()
+    with pytest.raises(WouldBlockError, match="is held: ") as caught:
+        trip.run_sync()
+    error = {"builder": "CompensationBuildError", "mismatch": "HistoryMismatchError"}[fault]
+    assert caught.value.held is not None
+    assert caught.value.held["type"].endswith(error)
+    assert clock.now() == before
+    assert app.sql("SELECT status, hold_count, expiry_attempts FROM {flow_runs}") == [("waiting", 1, 0)]
+
+
+def test_a_run_that_its_deadline_cannot_undo_is_waited_for_until_then_and_no_longer(applications: Applications) -> None:
+    """SYNC-1, EXPIRE-2: the window after which that is tried again ends in the same."""
+    app = applications("sqlite")
+    clock = app.store.clock = ManualClock()
+    second = app.step("second")
+
+    @app.actor
+    def first() -> None:
+        claimed(app, current_run(), 3)
+
+    def build(result: Any) -> Any:
+        raise KeyError("no such room")
+
+    @app.workflow(expires_in=60)
+    def block(flow: Flow) -> None:
+        flow.parallel(flow.action(first).compensate_with(build), flow.action(second)).run()
+
+    before = clock.now()
+    with pytest.raises(WouldBlockError, match="could not be planned"):
+        block.run_sync()
+    assert clock.now() == before + 60_000
+    assert app.sql("SELECT hold_error, expiry_attempts FROM {flow_runs}") == [(None, 1)]
+
+
 def test_a_run_that_nothing_here_can_go_on_with_says_what_it_waits_for(app: Application) -> None:
     """SYNC-1: WouldBlockError; the run stays in the database, and workers may finish it."""
 

@@ -62,7 +62,7 @@ _UNFINISHED = {
     STEP: f"SELECT r.next_try_at, r.time_limit_at, {COLUMNS[STEP]} FROM {{action_runs}} r WHERE r.run_id = ? AND r.{LIVE} "
     f"AND r.status <> 'awaiting_retry' AND r.held_back = FALSE AND {WANTED[STEP]} ORDER BY r.sequence",
     COMPENSATION: f"SELECT r.next_try_at, NULL, {COLUMNS[COMPENSATION]} FROM {{compensation_runs}} r WHERE r.run_id = ? AND r.{LIVE} "
-    f"AND r.given_up = FALSE AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS} ORDER BY r.sequence DESC",
+    f"AND {WANTED[COMPENSATION]} AND {LEVEL_RUNS} ORDER BY r.sequence DESC",
 }
 _LIVE_CHILDREN = "SELECT child_id FROM {children} WHERE run_id = ? AND ended_at IS NULL"
 

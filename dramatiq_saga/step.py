@@ -733,11 +733,12 @@ class Runner:
         shielded(part, delivery.interrupts)
 
     def _drive_cut_short(self, delivery: Delivery) -> None:
-        """A drive that was interrupted has decided nothing, and is done again. Where its function has taken up the time limit, the next one
-        would be cut short as well: then the run is held. test_a_drive_that_its_time_limit_cuts_short_is_held"""
-        lasted = self.engine.lookout.lasted()
+        """A drive that was interrupted has decided nothing, and is done again. Where its function has taken up the time limit twice running,
+        the next one would be cut short as well: then the run is held. test_a_drive_that_its_time_limit_cuts_short_twice_is_held"""
+        lookout = self.engine.lookout
+        lasted = lookout.lasted()
         limited = any(isinstance(interrupt, TimeLimitExceeded) for interrupt in delivery.interrupts)
-        spent = limited and lasted * 2000 >= (self._time_limit(delivery) or 0)
+        spent = limited and lasted * 2000 >= (self._time_limit(delivery) or 0) and lookout.cut_short(delivery.run_id) > 1
         found = runs.as_found(self.engine, delivery.run_id, unseen=True) if spent else None
         if found is None:
             self.put_back(delivery, BUSY_MS if spent else 1000)

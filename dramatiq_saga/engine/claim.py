@@ -56,8 +56,10 @@ _CLAIM_STEP = (
     "AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.ended_at IS NULL AND f.status <> 'rolling_back' "
     f"AND (f.expires_at IS NULL OR f.expires_at > ?) AND {SAME_RUN})"
 )
+# An undo that its level has left behind is not begun again before its rollback is resumed, whatever became of its worker (PAR-3, COMP-8).
+# test_an_undo_that_was_abandoned_and_is_given_back_is_not_begun_again_beside_the_next_level
 _CLAIM_COMPENSATION = (
-    f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} "
+    f"UPDATE {{compensation_runs}} SET {_SET} WHERE run_id = ? AND sequence = ? AND {_CLAIMABLE} AND given_up = FALSE "
     "AND (not_before IS NULL OR not_before <= ?) "
     f"AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = ? AND f.rollback = 'running' AND {SAME_RUN})"
 )
@@ -78,7 +80,7 @@ _CLAIM_STEP_RETURNING = _CLAIM_STEP + (
 _COMPENSATION_COLUMNS = (
     "c.actor, c.args, c.attempts, c.tries, 0, c.claims, NULL, c.status, c.reclaim_stale_at, c.delivery, "
     "f.workflow, f.queue, f.revision, f.wakes, f.wakes_seen, f.status, f.context, c.undoes, c.undoes_key, c.not_before, f.rollback, "
-    "f.created_at"
+    "c.given_up, f.created_at"
 )
 _READ_COMPENSATION = (
     f"SELECT {_COMPENSATION_COLUMNS} FROM {{compensation_runs}} c JOIN {{flow_runs}} f ON f.id = c.run_id "
@@ -229,7 +231,7 @@ class ClaimAttempt:
                     claimed_attempts=claim.attempts, attempts=None if row is None else row[2],
                 )  # fmt: skip
                 return self._not_committed(row)
-            if row[7] != "running":  # it was committed, and somebody has ended the row since: a cancel, an expiry
+            if not self._stands(row):  # it was committed, and somebody has ended the row since: a cancel, an expiry
                 return self._lost(row)
         if not self._told:  # an interrupt out of a listener has this called again
             self._told = True
@@ -244,7 +246,11 @@ class ClaimAttempt:
         """Whether an earlier run of this attempt has claimed the row. Not past the row's reclaim deadline: what cannot be claimed then
         is not wanted any more. test_a_worker_that_stalls_until_its_run_is_overdue_does_not_begin_its_step
         """
-        return bool(row[9] == self.delivery and row[7] == "running" and (row[8] is None or row[8] > self._at))
+        return bool(row[9] == self.delivery and self._stands(row) and (row[8] is None or row[8] > self._at))
+
+    def _stands(self, row: tuple[Any, ...]) -> bool:
+        """Whether the row is at work, and nobody has given it up: test_an_undo_that_was_abandoned_before_its_body_began_does_not_begin."""
+        return row[7] == "running" and not (self.job.kind == "compensation" and row[21])
 
     def _read(self, tx: Tx) -> tuple[Any, ...] | None:
         sql = _READ_STEP if self.job.kind == "step" else _READ_COMPENSATION

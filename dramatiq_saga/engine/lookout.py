@@ -57,6 +57,7 @@ class Lookout:
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
+        self._cut_short: dict[str, int] = {}
         self._here = threading.local()
 
     @contextmanager
@@ -66,9 +67,18 @@ class Lookout:
         self._calls[id(call)] = call
         try:
             yield
+            if self._cut_short:
+                self._cut_short.pop(run_id, None)
         finally:
             del self._calls[id(call)]
             self._here.lasted = call.age()
+
+    def cut_short(self, run_id: str) -> int:
+        """A time limit has ended the last call for a run: how many in succession, as far as this process knows."""
+        if len(self._cut_short) > 4096:
+            self._cut_short.clear()
+        times = self._cut_short[run_id] = self._cut_short.get(run_id, 0) + 1
+        return times
 
     def begin(self) -> None:
         """The calling thread has been inside of nothing yet."""

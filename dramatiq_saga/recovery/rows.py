@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 STEP, COMPENSATION = "step", "compensation"
 TABLES = {STEP: "action_runs", COMPENSATION: "compensation_runs"}
 
-#: Whether the run of a row ``r`` still wants it: steps go forward, compensations while their rollback runs.
+#: Whether the run of a row ``r`` still wants it: steps go forward, compensations while their rollback runs and has not gone on without them.
 WANTED = {
     STEP: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.ended_at IS NULL AND f.status <> 'rolling_back')",
-    COMPENSATION: "EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.rollback = 'running')",
+    COMPENSATION: "r.given_up = FALSE AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = r.run_id AND f.rollback = 'running')",
 }
 
 

@@ -45,7 +45,7 @@ _UNDECLARED = (
     "ORDER BY created_at, id LIMIT ?"
 )
 _UNDECLARED_UNDOS = (
-    f"SELECT r.run_id, r.created_at, r.sequence, r.actor FROM {{compensation_runs}} r WHERE r.{LIVE} AND r.given_up = FALSE "
+    f"SELECT r.run_id, r.created_at, r.sequence, r.actor FROM {{compensation_runs}} r WHERE r.{LIVE} "
     f"AND {WANTED[COMPENSATION]} AND r.actor NOT IN (%s) "
     "AND EXISTS (SELECT 1 FROM {flow_runs} u WHERE u.id = r.run_id AND u.workflow NOT IN (%s)) ORDER BY r.created_at LIMIT ?"
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from dramatiq.middleware import Shutdown
 
 from dramatiq_saga import Settings
 from dramatiq_saga.clock import ManualClock
@@ -693,6 +694,77 @@ def test_an_undo_that_was_abandoned_at_work_is_still_recorded(bench: MakeBench, 
     operator.run()
     assert trip.undone == [4, 3, 2, 1]
     assert ended(operator, run) == ("cancelled", "done")
+
+
+@every_database
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_an_undo_that_was_abandoned_and_is_given_back_is_not_begun_again_beside_the_next_level(
+    bench: MakeBench, trip: Trip, clock: ManualClock, policy: str
+) -> None:
+    """PAR-3, COMP-1, COMP-8, NATIVE-4: its worker lives after all and is shut down; neither its message nor a kick, nor the doctor begins
+    it again. A resume does."""
+    trip.policies[4] = policy
+    worker = bench(settings=Settings.from_mapping({"repair": {"enabled": True}}))
+    run = booked(worker)
+    assert worker.compensate(run)
+    message = worker.message(worker.take())
+    door = trip.undoing[4] = Door()
+    slow = Background(lambda: worker.deliver(message))
+    door.wait()
+    assert abandon(worker, run, 4)
+    assert 4 not in [row.sequence for row in kick(worker.engine, run, worker.sender).rows]
+    door.open(Shutdown())
+    slow.result()
+    trip.undoing.clear()
+    assert worker.one("SELECT status, given_up FROM {compensation_runs} WHERE run_id = ? AND sequence = 4", run) == (
+        "pending",
+        1,
+    )
+    worker.deliver(worker.message_again(message))
+    assert trip.undone == [4]
+    assert 4 not in [row.sequence for row in kick(worker.engine, run, worker.sender).rows]
+    clock.advance(3600)
+    repair(worker.engine, worker.sender)
+    worker.run()
+    if policy == "continue":
+        assert ended(worker, run) == ("cancelled", "done")
+        assert trip.undone == [4, 3, 2, 1]
+        return
+    assert ended(worker, run) == ("cancelled", "halted")
+    assert trip.undone == [4]
+    assert resume(worker, run)
+    worker.run()
+    assert trip.undone == [4, 4, 3, 2, 1]
+    assert ended(worker, run) == ("cancelled", "done")
+
+
+@pytest.mark.parametrize(
+    ("database_kind", "how"),
+    [("sqlite", "commit unknown"), ("postgresql", "commit unknown"), ("mariadb", "commit unknown"), ("mariadb", "read back")],
+    indirect=["database_kind"],
+)
+def test_an_undo_that_was_abandoned_before_its_body_began_does_not_begin(bench: MakeBench, trip: Trip, how: str) -> None:
+    """PAR-3, COMP-1: its claim has landed, and its worker does not know it yet; when it looks again the rollback has gone on."""
+    trip.policies[4] = "continue"
+    worker, operator = bench(), bench()
+    run = booked(worker)
+    assert worker.compensate(run)
+    message = worker.message(worker.take())
+    if how == "commit unknown":
+        worker.fail("claim", happened=True)
+        worker.overtake("claim", lambda: worker.overtake("claim", lambda: abandon(operator, run, 4)))
+    stop = None if how == "commit unknown" else worker.stop("claim", where="after")
+    claiming = Background(lambda: worker.deliver(message))
+    if stop is not None:
+        stop.wait_reached()
+        assert abandon(operator, run, 4)
+        stop.go()
+    claiming.result()
+    assert trip.undone == []
+    operator.run()
+    worker.run()
+    assert trip.undone == [3, 2, 1]
+    assert ended(worker, run) == ("cancelled", "done")
 
 
 @every_database

@@ -15,10 +15,10 @@ from dramatiq_saga.brokers import DatabaseBroker
 from dramatiq_saga.cli.explain import _lines, _stuck_lines
 from dramatiq_saga.clock import to_iso
 from dramatiq_saga.codec import describe_error
+from dramatiq_saga.engine.lookout import WorkflowStalledError
 from dramatiq_saga.errors import FlowNotFoundError
 from dramatiq_saga.operations import MAX_STUCK, Operator, RefusedError
 from dramatiq_saga.recovery.explain import Explanation, Reason
-from dramatiq_saga.recovery.patience import WorkflowStalledError
 from dramatiq_saga.recovery.stuck import StuckReport
 from tests.support.plans import listen, ways
 from tests.support.workbench import MakeBench, Workbench

@@ -31,7 +31,7 @@ from .claim import SAME_RUN, Claim, Job
 from .replay import MovedOn, NeedsRecording, Replay, replay, with_outcome
 from .rows import Outgoing, StepEntry
 from .snapshot import load
-from .wakes import LOCK_RUN, WAKE
+from .wakes import LOCK_RUN, THIS_RUN, WAKE
 
 if TYPE_CHECKING:
     from ..store.database import Tx
@@ -66,7 +66,7 @@ _REFUSE = (
 # A run that was pruned and started again under its id may stand at the same count: when it was created tells them apart.
 # test_a_worker_that_remembers_a_pruned_run_does_not_take_its_namesake_for_it
 _FRESH = (
-    " AND EXISTS (SELECT 1 FROM {flow_runs} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? AND f.created_at = ? "
+    f" AND EXISTS (SELECT 1 FROM {{flow_runs}} f WHERE f.id = ? AND f.revision = ? AND f.wakes = ? AND f.{THIS_RUN} "
     "AND f.ended_at IS NULL AND f.status <> 'rolling_back')"
 )
 _FAIL_TRY = (

@@ -767,7 +767,8 @@ def _not_undone(report: RunReport) -> tuple[tuple[Undo, ...], tuple[Undo, ...]]:
             undo.row.error,
         )
         for undo in sorted(undos, key=lambda undo: (undo.row.level, -undo.row.sequence))
-        if undo.row.status != "completed"
+        # what a rollback has gone on without is tried again where it halts after all, and by nobody otherwise (COMP-4)
+        if undo.row.status != "completed" and (report.rollback == "halted" or not (undo.row.given_up and undo.row.actor))
     ]  # fmt: skip
     return tuple(undo for undo in left if undo.by), tuple(undo for undo in left if not undo.by)
 

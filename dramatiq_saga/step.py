@@ -355,6 +355,10 @@ class Runner:
                     self.persist(lambda: self._give_up_at_last(delivery, claim))
                     return
                 options["retries"] = delivery.retries = claim.tries
+            elif claim.attempts != job.attempts + 1:
+                # The row has been claimed, or its rollback resumed, since the message was sent: what it counts is not the row's (COMP-8).
+                # test_a_message_from_before_a_resume_takes_no_try_from_the_undo
+                options["retries"] = delivery.retries = claim.tries
             step = self.persist(lambda: self._step(claim))
             body = delivery.body = Body(lambda into: self._call(delivery, step, fn, into), None if self.inline else self.broker)
         if body is not None and not body.started and self._may_be_taken_over(delivery, claim):

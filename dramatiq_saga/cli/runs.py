@@ -389,7 +389,8 @@ def _abandon(operator: Operator, options: argparse.Namespace) -> Answer:
     said = f"run {cell(answer.run_id)}: {undo}, running on {worker}, {'is' if answer.changed else 'was'} abandoned"
     stands = "goes on" if answer.rollback == "running" else f"is {answer.rollback}"
     lines = [f"{said}{'' if answer.changed else ' before'}; its rollback {stands}"]
-    lines += [*_left(answer), "should it be at work after all, its outcome is recorded, until it is tried again"]
+    again = "" if answer.rollback == "done" else ", until it is tried again"
+    lines += [*_left(answer), f"should it be at work after all, its outcome is recorded{again}"]
     value = {
         "run_id": answer.run_id, "sequence": options.sequence, "worker": answer.worker, "status": answer.status,
         "rollback": answer.rollback, "changed": answer.changed, **_left_values(answer),

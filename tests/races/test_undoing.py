@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -868,6 +869,23 @@ def test_a_resumed_rollback_undoes_what_is_not_undone_and_nothing_else(bench: Ma
     assert kinds.count("rollback.resumed") == 1
     assert kinds.count("rollback.finished") == 2
     assert kinds.count("flow.cancelled") == 1
+
+
+@pytest.mark.parametrize("spent", [1, 3])
+def test_a_message_from_before_a_resume_takes_no_try_from_the_undo(bench: MakeBench, trip: Trip, spent: int) -> None:
+    """COMP-8, NATIVE-1: Dramatiq's retry of the old attempt comes before the new message, and brings the tries that were spent then."""
+    worker = bench()
+    run = halted(worker, trip)
+    assert resume(worker, run)
+    old = worker.message(replace(worker.take(), attempts=1, tries=spent))
+    delivery = worker.deliver(old)
+    assert delivery.state == "failed"
+    assert (worker.undo(run, 2), delivery.message.options.get("retries", 0)) == (("failed", 3), 0)
+    assert not delivery.asks_again
+    del trip.undoing[2]
+    worker.deliver(old)
+    worker.run()
+    assert ended(worker, run) == ("cancelled", "done")
 
 
 def test_a_resumed_rollback_that_halts_again_can_be_resumed_again(bench: MakeBench, trip: Trip) -> None:

@@ -1248,6 +1248,22 @@ def test_an_undo_that_nobody_is_at_any_more_is_abandoned_and_tried_again(shop: S
     assert "is cancelled, and the undo of step 1 is completed: only an undo that is running" in refused.err
 
 
+def test_an_undo_that_its_rollback_has_gone_on_without_is_not_said_to_be_undone_yet(shop: Shop) -> None:
+    """COMP-4: it was abandoned under `continue`, and was the last; nothing tries it again."""
+    run = shop.failed_once()
+    assert shop("cancel", run.id, "--compensate").status == 0
+    shop.sql("DELETE FROM saga_messages")
+    shop.sql(
+        "UPDATE saga_compensation_runs SET status = 'running', attempts = 1, started_at = 1, worker_id = 'host-7', policy = 'continue'"
+    )
+    done = shop("abandon-undo", run.id, "1")
+    assert done.lines == [
+        f"run {run.id}: the undo of step 1, running on host-7, is abandoned; its rollback is done",
+        "should it be at work after all, its outcome is recorded",
+    ]
+    assert shop("abandon-undo", run.id, "1", "--json").value["left"] == []
+
+
 def test_what_is_advised_can_be_pasted_whatever_a_run_is_called(shop: Shop) -> None:
     """An id may come from a customer: it is one word of a shell, and no option."""
     assert shop("send", "checkout", "--args", '["a"]', "--run-id=-x; $(touch pwned)").status == 0

@@ -257,9 +257,10 @@ class _WorkflowActor(Actor[Any, Any]):
 def check_delay(delay: Any) -> None:
     """Refuse a delay that is no time to wait."""
     wait = to_ms(delay) if isinstance(delay, timedelta) else delay
-    longest = to_ms(timedelta.max)
-    if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int) or not 0 <= wait <= longest):
-        raise TypeError(f"delay is milliseconds, an integer from 0 to {longest}, or a timedelta; not {delay!r}")
+    if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int) or not 0 <= wait <= to_ms(timedelta.max)):
+        raise TypeError(
+            f"delay is milliseconds, an integer from 0, or a timedelta, at most {timedelta.max.days} days; not {delay!r}"
+        )
 
 
 def check_id(run_id: object) -> None:

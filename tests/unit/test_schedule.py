@@ -230,7 +230,7 @@ def test_a_broker_without_sagas_is_told_so(at: Callable[[datetime], Night]) -> N
 def test_without_apscheduler_the_way_out_is_named(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("apscheduler")]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'dramatiq-saga\[schedule\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'PATH-OF-THE-CHECKOUT\[schedule\]'"):
         add_jobs(None, make_bench().broker)
 
 

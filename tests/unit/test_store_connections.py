@@ -222,7 +222,7 @@ def test_a_url_may_carry_options(sqlite_path: Path, opened: Callable[..., Store]
 def test_a_missing_driver_is_named_with_the_extra_that_brings_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("mysql", "psycopg2", "psycopg"):
         monkeypatch.setattr(peewee, module, None)
-    with pytest.raises(DatabaseUnusableError, match=r"dramatiq-saga\[postgres\]"):
+    with pytest.raises(DatabaseUnusableError, match=r"PATH-OF-THE-CHECKOUT\[postgres\]"):
         open_store(kind("test"))
 
 

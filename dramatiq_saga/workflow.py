@@ -256,11 +256,9 @@ class _WorkflowActor(Actor[Any, Any]):
 
 def check_delay(delay: Any) -> None:
     """Refuse a delay that is no time to wait."""
-    wait = to_ms(delay) if isinstance(delay, timedelta) else delay
-    if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int) or wait < 0):
-        raise TypeError(f"delay is milliseconds, as an integer from 0, or a timedelta; not {delay!r}")
-    if wait is not None and wait > to_ms(timedelta.max):
-        raise ValueError(f"delay is at most {timedelta.max.days} days, not {delay!r} milliseconds")
+    wait = to_ms(delay) if isinstance(delay, timedelta) else 0 if delay is None else delay
+    if isinstance(wait, bool) or not isinstance(wait, int) or not 0 <= wait <= to_ms(timedelta.max):
+        raise TypeError(f"delay is whole milliseconds or a timedelta, from 0 to {timedelta.max.days} days; not {delay!r}")
 
 
 def check_id(run_id: object) -> None:

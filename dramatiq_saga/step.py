@@ -347,7 +347,11 @@ class Runner:
         body = delivery.body
         if body is None and not delivery.interrupts and fn is not None:
             options = delivery.message.options
-            options[OPTION] = {**options[OPTION], "attempts": claim.attempts}
+            # A try that fails has reported, and is no suspect any more: Dramatiq's next one carries these.
+            # test_what_fails_in_the_ordinary_way_is_no_suspect_any_more
+            options[OPTION] = {key: value for key, value in options[OPTION].items() if key != "suspect"} | {
+                "attempts": claim.attempts
+            }
             if claim.tries > options.get("retries", 0):
                 # NATIVE-1: tries are counted on the row. A redelivery does not know of one whose worker was lost between the
                 # failure and Dramatiq's decision about it. test_a_failure_that_was_the_last_is_not_tried_again_after_a_kill
@@ -718,14 +722,17 @@ class Runner:
             if delivery.interrupts:
                 forget_replay()
                 self._drive_cut_short(delivery)
-            elif delivery.level is None and delivery.actor in self.engine.lookout.busy():
+            elif delivery.level is None and delivery.kind != "timer" and delivery.actor in self.engine.lookout.busy():
                 self.put_back(delivery, BUSY_MS)
                 return
             elif self._is_held_elsewhere(delivery):
                 return
             elif delivery.kind == "timer":
                 run_id, message = delivery.run_id, delivery.message
-                self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
+                fired = self.persist(lambda: timers.fire(self.engine, run_id, self.sender, delivery=message, at=delivery.at))
+                if fired.left:  # what needs no function has ended; the function of its workflow seems to hang here
+                    self.put_back(delivery, BUSY_MS)
+                    return
             elif delivery.level is not None:
                 level = delivery.level
                 self.persist(lambda: self._level_closed(delivery, level))
@@ -770,12 +777,12 @@ class Runner:
         )
 
     def wake(self, run_id: str) -> None:
-        """Have a run driven: here where this process can (DRIVE-6), by a message otherwise."""
+        """Have a run driven: here where this process can (DRIVE-6), by a message otherwise, or where its workflow's function seems to hang."""
         run = self.engine.store.read(lambda tx: tx.one(_RUN, (run_id,)))
         if run is None:
             return
         workflow, queue, priority = run
-        if self.engine.drives(workflow, queue):
+        if self.engine.drives(workflow, queue) and workflow not in self.engine.lookout.busy():
             drives.drive(self.engine, run_id, self.sender, None)
             return
         outbox = self.sender.outbox(None)

@@ -104,7 +104,7 @@ def _drive_once(engine: Engine, snapshot: Snapshot, sender: Sender, delivery: ob
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
-        with engine.lookout.call(snapshot.workflow, snapshot.run_id):
+        with engine.lookout.call(snapshot.workflow, snapshot.run_id, snapshot.created_at):
             decision = _decide(engine, function, context, overdue=overdue)
         engine.note_cost(snapshot.run_id, time.perf_counter() - started)
         _calm(sender, delivery)

@@ -17,6 +17,7 @@ a step can end is refused or let through here.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,9 +182,10 @@ def _settle_member(engine: Engine, outcome: Outcome, block: int, sender: Sender,
 
 def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
     """An outcome that a drive has to see."""
+    recorded = threading.Event()
     if _drives(engine, outcome):
         try:
-            if _settle_with_decision(engine, outcome, sender, delivery):
+            if _settle_with_decision(engine, outcome, sender, delivery, recorded=recorded):
                 return True
         except Exception as fault:
             if is_trouble(fault):
@@ -191,11 +193,16 @@ def _settle(engine: Engine, outcome: Outcome, sender: Sender, delivery: object |
             # It is one of the decision (a history that cannot be read, a value of what follows that the database will not have),
             # never of the outcome, which does not wait for it: the drive will deal with it.
             engine.cache.drop(outcome.job.run_id)
-    return _settle_alone(engine, outcome, sender, delivery)
+    return _settle_alone(engine, outcome, sender, delivery, recorded=recorded.is_set())
 
 
-def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None) -> bool:
-    """Outcome and decision in one transaction; false (and nothing written) where that is not possible."""
+def _settle_with_decision(
+    engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None, *, recorded: threading.Event
+) -> bool:
+    """Outcome and decision in one transaction; false (and nothing written) where that is not possible.
+
+    ``recorded`` is set where the look-out has recorded the outcome meanwhile (:func:`_record`).
+    """
     job = outcome.job
     snapshot = engine.cache.get(job.run_id)
     if snapshot is None or snapshot.version_read != outcome.known:
@@ -222,7 +229,8 @@ def _settle_with_decision(engine: Engine, outcome: Outcome, sender: Sender, deli
     outbox = sender.outbox(delivery)
     started = time.perf_counter()
     try:
-        with engine.lookout.call(outcome.workflow, job.run_id, record=partial(_record, engine, outcome, sender)):
+        record = partial(_record, engine, outcome, sender, recorded)
+        with engine.lookout.call(outcome.workflow, job.run_id, snapshot.created_at, record=record):
             decision = replay(definition.function, context, engine.make_flow)
         engine.note_cost(job.run_id, time.perf_counter() - started)
         plan = rollback.draft(engine, after, decision) if decision.kind == "failed" else None
@@ -271,17 +279,20 @@ def _drives(engine: Engine, outcome: Outcome) -> bool:
     return engine.drives(outcome.workflow, outcome.queue) and outcome.workflow not in engine.lookout.busy()
 
 
-def _record(engine: Engine, outcome: Outcome, sender: Sender) -> None:
+def _record(engine: Engine, outcome: Outcome, sender: Sender, recorded: threading.Event) -> None:
     """Record an outcome whose decision does not come. The message at hand is left to whoever is at it, and is done with once that is back.
 
-    test_an_outcome_does_not_wait_for_a_function_that_hangs
+    That one also tells what the fence has refused, once; ``recorded`` tells it that nothing was, whatever has become of the row since.
+    test_an_outcome_does_not_wait_for_a_function_that_hangs, test_a_refused_outcome_whose_function_hangs_is_told_once,
+    test_an_outcome_that_was_recorded_is_not_refused_later
     """
-    _settle_alone(engine, outcome, sender, None, here=False)
+    _settle_alone(engine, outcome, sender, None, here=False, landing=recorded)
 
 
 def _settle_alone(
-    engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None, *, here: bool | None = None
-) -> bool:
+    engine: Engine, outcome: Outcome, sender: Sender, delivery: object | None, *,
+    here: bool | None = None, landing: threading.Event | None = None, recorded: bool = False,
+) -> bool:  # fmt: skip
     """The outcome, its wake and a drive message; then, where this process can, the drive itself (DRIVE-2, DRIVE-6)."""
     job = outcome.job
     outbox = sender.outbox(delivery)
@@ -294,7 +305,10 @@ def _settle_alone(
         if tx.dialect != "sqlite":
             tx.one(LOCK_RUN, (job.run_id,))
         if not _write_outcome(tx, outcome, now):
-            return False, _already(tx, outcome)
+            already = recorded or _already(tx, outcome)
+            if already and not here and landing is None:
+                outbox.stage(tx)  # the message at hand becomes the drive's all the same
+            return False, already
         tx.run(WAKE, (now, job.run_id))
         _set_lines(tx, outcome, lines)
         engine.record(tx, job.run_id, now, lines)
@@ -305,9 +319,12 @@ def _settle_alone(
         return True, False
 
     landed, already = engine.write(operation, outbox)
-    if not landed and not already:
-        _rejected(engine, outcome, sender)
-        return False
+    if landing is not None and (landed or already):
+        landing.set()
+    if not landed and (landing is not None or not already):
+        if landing is None:
+            _rejected(engine, outcome, sender)
+        return already
     if landed:
         notify.changes(engine, job.run_id, outcome.workflow, now, lines)
     if here:

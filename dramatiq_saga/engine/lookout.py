@@ -42,6 +42,7 @@ class Call:
 
     workflow: str
     run_id: str
+    created_at: int | None  # of the run
     record: Callable[[], None] | None = None
     excused: bool = False  # somebody else sees to its run
     began: float = field(default_factory=time.monotonic)
@@ -61,9 +62,11 @@ class Lookout:
         self._here = threading.local()
 
     @contextmanager
-    def call(self, workflow: str, run_id: str, *, record: Callable[[], None] | None = None) -> Iterator[None]:
+    def call(
+        self, workflow: str, run_id: str, created_at: int | None, *, record: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """While this lasts, the calling thread is inside a function of ``workflow``."""
-        call = Call(workflow, run_id, record, getattr(self._here, "excused", False))
+        call = Call(workflow, run_id, created_at, record, getattr(self._here, "excused", False))
         self._calls[id(call)] = call
         try:
             yield

@@ -434,7 +434,7 @@ def rehearse(engine: Engine, snapshot: Snapshot) -> tuple[Decision | None, int |
         return None, None
     context = Replay(snapshot, now=engine.now(), settings=engine.settings, looks_only=True)
     try:
-        with engine.lookout.call(snapshot.workflow, snapshot.run_id):
+        with engine.lookout.call(snapshot.workflow, snapshot.run_id, snapshot.created_at):
             decision = replay(engine.workflows[snapshot.workflow].function, context, engine.make_flow)
     except NeedsRecording:
         decision = Decision("suspended", resolved=context.resolved)

@@ -174,7 +174,7 @@ def fire(
         break
     if delivery is not None and found.unseen and not driven and knows:
         _drive(engine, run_id, sender, delivery, fired)  # an earlier delivery has fired, and was lost before its drive
-    if sweeping and fired.left:
+    if fired.left and (sweeping or not ended):
         return fired
     if sender.rings:
         set_alarm(engine, run_id, sender, at=at)
@@ -316,13 +316,17 @@ def _expire_run(engine: Engine, run_id: str, sender: Sender, delivery: object | 
     return True
 
 
-def hold_off(engine: Engine, run_id: str, error: BaseException) -> tuple[bool, bool]:
-    """Hold a run off whose drive does not come back, as one whose drive has failed: overdue, or held. Which of the two was done, if any."""
-    overdue = engine.store.read(lambda tx: tx.one(_OVERDUE, (run_id, engine.now()))) is not None
-    if overdue:
+def hold_off(engine: Engine, run_id: str, error: BaseException, *, created_at: int | None = None) -> tuple[bool, bool]:
+    """Hold a run off whose drive does not come back, as one whose drive has failed: overdue, or held. Which of the two was done, if any.
+
+    ``created_at`` tells the run from another one that has its id since.
+    """
+    found = runs.as_found(engine, run_id)
+    if found is None or created_at not in (None, found.created_at):
+        return False, False
+    if engine.store.read(lambda tx: tx.one(_OVERDUE, (run_id, engine.now()))) is not None:
         return expiry_failed(engine, run_id, error), False
-    found = runs.as_found(engine, run_id, unseen=True)
-    return False, found is not None and runs.hold_stalled(engine, found, error)
+    return False, runs.hold_stalled(engine, found, error)
 
 
 def expiry_failed(engine: Engine, run_id: str, error: BaseException) -> bool:

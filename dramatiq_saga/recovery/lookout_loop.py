@@ -39,7 +39,9 @@ class LookoutLoop(Background):
                 call.record()
                 self._recorded.add(call)
             if age >= HUNG and not call.excused and call not in self._held:
-                timers.hold_off(self._engine, call.run_id, WorkflowStalledError(call.workflow, HUNG))
+                timers.hold_off(
+                    self._engine, call.run_id, WorkflowStalledError(call.workflow, HUNG), created_at=call.created_at
+                )
                 self._held.add(call)
         self._recorded.intersection_update(calls)
         self._held.intersection_update(calls)

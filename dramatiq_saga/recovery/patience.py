@@ -70,7 +70,7 @@ class Patience:
     def _watched(self, workflow: str, run_id: str, do: Callable[[], T]) -> T:
         lookout = self._engine.lookout
         lookout.excuse_this_thread()
-        with lookout.call(workflow, run_id):
+        with lookout.call(workflow, run_id, None):
             return do()
 
     def _let_go(self) -> None:

@@ -653,3 +653,19 @@ def test_a_retry_by_the_doctor_sees_the_arguments_as_they_were_sent(make_bench: 
     bench.work_until(lambda: run.status == "completed")
     assert seen == [{"id": "7", "lines": [1]}] * 2
     assert run.actions()[0].args == [{"id": "7", "lines": [1]}]
+
+
+def test_what_fails_in_the_ordinary_way_is_no_suspect_any_more(make_bench: MakeBench) -> None:
+    """RECLAIM-6: alone is what was claimed without an outcome; a try that has failed has one, and the next waits for nobody."""
+    bench = make_bench()
+    run = bench.send()
+    drive(bench.engine, run.id, bench.sender)
+    ((number, data),) = bench.engine.store.read(
+        lambda tx: tx.all("SELECT id, message FROM {messages} WHERE actor = 'book_hotel'")
+    )
+    marked = bytes(data).replace(b'"kind":"step"', b'"kind":"step","suspect":true')
+    assert bench.write("UPDATE {messages} SET message = ? WHERE id = ?", marked, number)
+    failing_once(bench, "book_hotel")
+    bench.work_until(lambda: run.actions()[0].status == "failed")
+    (message,) = [message for message in bench.messages() if message.actor_name == "book_hotel"]
+    assert "suspect" not in message.options[OPTION]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from dramatiq_saga import Flow, FlowHandle, Settings, workflow
-from dramatiq_saga.engine import lookout
+from dramatiq_saga.engine import lookout, timers
 from dramatiq_saga.engine.drive import drive
 from dramatiq_saga.engine.lookout import Call
 from dramatiq_saga.operations import Operator
+from dramatiq_saga.recovery.prune import prune
 from tests.support.waiting import eventually
 from tests.support.workbench import MakeBench, Workbench
 
@@ -204,3 +205,95 @@ def test_an_overdue_run_whose_function_hangs_in_a_worker_counts_as_not_expired(
         hang.let_go()
         eventually(lambda: run.status == "expired", because="what comes back is a drive like any other")
     assert desk.done == [("cancel_hotel", ("book_hotel",))]
+
+
+# --- beside a function that hangs ------------------------------------------------------------------------------------------
+
+
+def test_a_refused_outcome_whose_function_hangs_is_told_once(
+    desk: Workbench, hang: Hang, journal: list[dict[str, Any]]
+) -> None:
+    """FENCE-1: whoever listens for refused outcomes may make one good; the look-out leaves that to the thread that is inside."""
+    run = charges_and_hangs(desk, hang).send("ada")
+    hang.on.set()
+    with desk.working():
+        eventually(lambda: hang.inside)
+        (call,) = desk.engine.lookout.calls()
+        assert run.cancel()
+        assert call.record is not None
+        call.record()
+        assert [line["event"] for line in journal if line["event"] == "outcome_rejected"] == []
+        hang.let_go()
+        eventually(lambda: [line["event"] for line in journal if line["event"] == "outcome_rejected"])
+        eventually(lambda: desk.messages() == [])
+    assert [line["event"] for line in journal if line["event"] == "outcome_rejected"] == ["outcome_rejected"]
+
+
+@pytest.mark.parametrize("since", ["claimed again", "pruned"])
+def test_an_outcome_that_was_recorded_is_not_refused_later(
+    desk: Workbench, hang: Hang, journal: list[dict[str, Any]], since: str
+) -> None:
+    """FENCE-1: it has landed, whatever has become of its row before the function came back."""
+    run = charges_and_hangs(desk, hang).send("ada")
+    hang.on.set()
+    with desk.working():
+        eventually(lambda: hang.inside)
+        (call,) = desk.engine.lookout.calls()
+        assert call.record is not None
+        call.record()
+        if since == "pruned":
+            assert run.cancel()
+            desk.advance(1)
+            prune(desk.engine.store, before=desk.clock.now())
+        else:
+            desk.write("UPDATE {action_runs} SET attempts = attempts + 1, delivery = 'another' WHERE run_id = ?", run.id)
+        hang.let_go()
+        eventually(lambda: not desk.engine.lookout.calls())
+        desk.advance(10)
+        eventually(lambda: desk.messages() == [])
+    assert [line["event"] for line in journal if line["event"] in ("outcome_rejected", "write_refused")] == []
+
+
+def test_a_lost_claim_sends_no_second_thread_after_the_first(desk: Workbench, hang: Hang) -> None:
+    """DRIVE-6: what a lost claim wakes is driven by a message then, and that is put back."""
+    bad = charges_and_hangs(desk, hang)
+    run = bad.send("ada")
+    desk.work_until(lambda: run.status == "waiting")
+    hang.on.set()
+    with desk.working():
+        signal(run)
+        eventually(lambda: hang.inside)
+        hang.age = lookout.OUTCOME_WAITS
+        desk.middleware.runner(desk.broker).wake(run.id)
+        assert hang.inside == 1
+        hang.let_go()
+        desk.advance(10)
+        eventually(lambda: run.status == "completed")
+
+
+def test_deadlines_of_other_runs_are_kept_while_one_hangs(make_bench: MakeBench, hang: Hang) -> None:
+    """TIMER-1, EXPIRE-1: what needs no call of the function ends in its time."""
+    desk = make_bench()
+    bad = charges_and_hangs(desk, hang)
+    run, other = bad.send("ada"), bad.send_with_options(args=("bob",), expires_in=60)
+    desk.work_until(lambda: run.status == other.status == "waiting")
+    hang.on.set()
+    with desk.working():
+        signal(run)
+        eventually(lambda: hang.inside)
+        hang.age = lookout.OUTCOME_WAITS
+        desk.advance(61)
+        eventually(lambda: other.status == "expired")
+        assert hang.inside == 1
+
+
+def test_the_look_out_leaves_the_namesake_of_a_pruned_run_alone(desk: Workbench, hang: Hang) -> None:
+    """PRUNE-1: what hangs is a drive of another run that had the id before."""
+    bad = charges_and_hangs(desk, hang)
+    run = bad.send_with_options(args=("ada",), run_id="order-1")
+    created = desk.run_row(run, "created_at")[0]
+    desk.lose_messages()
+    error = lookout.WorkflowStalledError("bad", 60)
+    assert timers.hold_off(desk.engine, run.id, error, created_at=created - 1) == (False, False)
+    assert desk.run_row(run, "hold_count") == (0,)
+    assert timers.hold_off(desk.engine, run.id, error, created_at=created) == (False, True)

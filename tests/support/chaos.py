@@ -169,6 +169,7 @@ class Chaos:
         self._instructions = every_kind_first(self.dice, INSTRUCTIONS)
         self.workers = [self._worker() for _ in range(workers)]
         self.paused: set[int] = set()  # process groups
+        self.watching: list[threading.Thread] = []  # that read the effects, so they end with the day
         self.runs: list[FlowHandle[Any]] = []
 
     def _worker(self) -> WorkerProcess:
@@ -246,10 +247,10 @@ class Chaos:
 
         def watch() -> None:  # may itself wait for a lock of the one that is stopped
             with suppress(AssertionError, StoreError):
-                eventually(lambda: self._begun_again(bodies), 1)
+                eventually(lambda: group not in self.paused or self._begun_again(bodies), 1)
             with suppress(AssertionError, StoreError):
                 self.operator.sweep()  # not every broker takes a message from a worker that is only stopped
-                eventually(lambda: self._begun_again(bodies), seconds)
+                eventually(lambda: group not in self.paused or self._begun_again(bodies), seconds)
             self.store.close_thread()
             if isinstance(self.broker, RabbitmqBroker):
                 del self.broker.connection
@@ -258,7 +259,9 @@ class Chaos:
         at_the_latest = threading.Timer(seconds, go_on)
         at_the_latest.daemon = True
         at_the_latest.start()
-        threading.Thread(target=watch, daemon=True).start()
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        self.watching.append(watching)
         return True
 
     def _busy(self) -> tuple[int, set[Body]] | None:
@@ -379,6 +382,8 @@ class Chaos:
 
     def close(self) -> None:
         self._resume()
+        for watching in self.watching:
+            watching.join(timeout=30)
         for worker in self.workers:
             worker.kill()
 
